@@ -1,0 +1,3 @@
+"""Private Linux machines in microVMs, over MCP and HTTP."""
+
+__version__ = "0.1.0"
