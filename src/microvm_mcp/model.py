@@ -256,3 +256,41 @@ class GuestInfo:
     supervisor_version: str
     boot_id: str
     active_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobsReport:
+    """All jobs the supervisor holds. `generation` rises with every change of any job's state."""
+
+    generation: int
+    jobs: tuple[JobReport, ...]
+
+
+# What crosses between service and engine.
+
+
+@dataclass(frozen=True, slots=True)
+class CreateRequest:
+    vm_id: VmId
+    workspace: WorkspaceName
+    request_id: RequestId
+    limits: Limits
+    memory_mib: int
+    vcpus: int
+    disk_bytes: int | None
+    """None: the size of the image."""
+    network: Network
+    idle_seconds: int
+    idle_mode: IdleMode
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineView:
+    """One machine as its owner may see it, from memory: looking costs nothing and wakes nothing."""
+
+    vm: Vm
+    jobs: tuple[Job, ...]
+    awake_because: tuple[str, ...]
+    outdated: bool
+    """The service's image is newer than the one this machine was made from."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from microvm_mcp.model import FilePage, FileWritten, GuestInfo, JobId, JobReport, JobRequest, OutputPage
+from microvm_mcp.model import FilePage, FileWritten, GuestInfo, JobId, JobReport, JobRequest, JobsReport, OutputPage
 
 
 class LinkLost(Exception):
@@ -46,7 +46,8 @@ class Link(Protocol):
     ) -> OutputPage:
         """A page of each stream, at most `limit` bytes; waits up to `wait_s` for something new to read."""
 
-    async def list_jobs(self, *, deadline_s: float) -> list[JobReport]: ...
+    async def list_jobs(self, *, generation: int, wait_s: float, deadline_s: float) -> JobsReport:
+        """All jobs. With `generation` the one last seen, waits up to `wait_s` for a change; -1 answers at once."""
 
     async def cancel_job(self, job_id: JobId, *, deadline_s: float) -> JobReport:
         """Returns when nothing of the job's cgroup is left. Repeating is harmless."""
