@@ -60,6 +60,10 @@ class Database:
             raise
         return database
 
+    @property
+    def path(self) -> Path:
+        return self._path
+
     async def write(self, fn: Callable[[sqlite3.Connection], T]) -> T:
         """Run `fn` in a transaction of its own. Unavailable if another process holds the file too long."""
         self._refuse_if_closed()
@@ -99,9 +103,16 @@ class Database:
 
     def _start(self, migrations: Sequence[Migration]) -> None:
         _ensure_private_file(self._path)
-        connection = self._write_connection = self._connect()
-        self._switch_to_wal(connection)
-        migrate(connection, self._path, migrations)
+        try:
+            connection = self._write_connection = self._connect()
+            self._switch_to_wal(connection)
+            migrate(connection, self._path, migrations)
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                raise
+            raise FailedPrecondition(
+                "The database in the state directory is damaged; put back a copy of it from before."
+            ) from error
         revision = self._revision_connection = self._connect()
         revision.execute("PRAGMA query_only = ON")
 
