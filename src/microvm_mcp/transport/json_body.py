@@ -2,8 +2,9 @@
 
 It accepts what every JSON implementation reads alike and refuses the rest: duplicate keys, NaN and Infinity
 (written out or by overflow), a byte order mark, bytes that are no UTF-8, lone surrogates, integers beyond 64 bits,
-nesting deeper than MAX_DEPTH. A peer behind us that parses the same bytes again therefore sees the same value. Floats stay
-floats here; the schemas decide which of them are integers. Never puts anything of the body into a message.
+nesting deeper than MAX_DEPTH. A peer behind us that parses the same bytes again therefore sees the same value.
+Floats stay floats here; the schemas decide which of them are integers. Never puts anything of the body into a
+message.
 """
 
 from __future__ import annotations
