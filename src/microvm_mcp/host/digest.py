@@ -1,8 +1,8 @@
 """SHA-256 of large files, remembered while the file is certainly the same.
 
 A root file system is gigabytes; hashing it at every start would make each restart of the service slower by seconds.
-So digests are kept in a file of the state directory, keyed by device, inode, size and the two change times. Only root
-can set a file's ctime back, and root needs no such trick.
+So digests are kept in a file of the state directory, keyed by device, inode, size and the two change times. Only
+root can set the ctime of a file back, and root needs no such trick.
 """
 
 from __future__ import annotations
