@@ -290,7 +290,7 @@ class FakeEngine:
             state=JobState.RUNNING,
             started_at=self._clock.wall(),
             timeout_seconds=job.timeout_seconds,
-            log_path=f"/var/log/jobs/{job.job_id}.log",
+            log_path=f"/var/lib/microvm/jobs/{job.job_id}/output.log",
         )
         out = _FakeJob(row, ends_at=self._now())
         if verb == "echo":

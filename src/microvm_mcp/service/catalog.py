@@ -139,6 +139,7 @@ def tool(
 
 _VM = "vm-4mgw3zq6bt2kxv7cyd5a"
 _JOB = "job-h2snq5ljx6r7wveu4p3o"
+_LOG = f"/var/lib/microvm/jobs/{_JOB}/output.log"
 _IDLE_LATER = "Idle suspension arrives with a later version; leave idle_seconds and idle_mode out."
 _TEMPLATE_LATER = "Templates arrive with a later version; leave template out."
 _SLEEP_LATER = "Suspending and resuming arrive with a later version; leave this argument out."
@@ -149,7 +150,7 @@ _PAGE: dict[str, Json] = {
     "omitted": {"stdout": {"from": 6, "bytes": 0}, "stderr": {"from": 0, "bytes": 0}},
     "truncated": False,
     "timed_out": False,
-    "log_path": "/var/lib/microvm/jobs/h2snq5ljx6r7wveu4p3o.log",
+    "log_path": _LOG,
 }
 _JOB_ROW: dict[str, Json] = {
     "job_id": _JOB,
@@ -261,7 +262,7 @@ TOOLS: tuple[Tool, ...] = (
                 "signal": None,
                 "timeout_seconds": None,
                 "detached": 0,
-                "log_path": "/var/lib/microvm/jobs/h2snq5ljx6r7wveu4p3o.log",
+                "log_path": _LOG,
             },
         ),
     ),
@@ -305,7 +306,7 @@ TOOLS: tuple[Tool, ...] = (
                 "signal": 9,
                 "timeout_seconds": None,
                 "detached": 0,
-                "log_path": "/var/lib/microvm/jobs/h2snq5ljx6r7wveu4p3o.log",
+                "log_path": _LOG,
             },
         ),
     ),

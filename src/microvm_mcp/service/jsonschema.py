@@ -11,7 +11,9 @@ from typing import Literal, cast
 
 from pydantic import BaseModel
 
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+from microvm_mcp.errors import Detail
+
+Json = Detail
 JsonObject = dict[str, Json]
 
 

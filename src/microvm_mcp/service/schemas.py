@@ -23,7 +23,6 @@ from microvm_mcp.service.fields import (
     FilePath,
     Offset,
     Omittable,
-    Path,
     Text,
 )
 
@@ -82,7 +81,7 @@ class VmExec(Arguments):
     vm_id: VmIdField
     request_id: RequestIdField
     command: Annotated[Command, Field(description="Bash script, at most 64 KiB; its stdin is empty")]
-    cwd: Annotated[Path, Field(description="Working directory, relative to /workspace")] = "."
+    cwd: Annotated[FilePath, Field(description="Working directory, relative to /workspace")] = "."
     timeout_seconds: Annotated[
         Omittable[Annotated[int, Field(ge=1, le=MAX_TIMEOUT_S)]],
         Field(description="Kill job and descendants after this many s; default: the host's job limit"),

@@ -11,7 +11,7 @@ import logging
 from typing import cast
 
 from microvm_mcp.engine.port import Engine
-from microvm_mcp.errors import Busy, Detail, Internal, MicrovmError, NotFound
+from microvm_mcp.errors import Busy, Internal, MicrovmError, NotFound
 from microvm_mcp.model import Principal
 from microvm_mcp.service import catalog
 from microvm_mcp.service.auth import Authenticator
@@ -67,7 +67,7 @@ class Service:
             return cast("JsonObject", _clean(result.model_dump(mode="json", exclude_unset=True)))
         except MicrovmError as error:
             error.message = _clean_text(error.message)
-            error.details = cast("dict[str, Detail]", _clean(cast("Json", error.details)))
+            error.details = cast("JsonObject", _clean(error.details))
             log.debug("tool=%s workspace=%s code=%s", name, principal.workspace, error.code)
             raise
         except Exception as error:
