@@ -26,8 +26,9 @@ from microvm_mcp.errors import (
     Unavailable,
 )
 from microvm_mcp.model import Limits, Principal, TokenId, WorkspaceName
-from microvm_mcp.transport.application import Application, build_app
-from microvm_mcp.transport.doors import DoorLimits, DoorSettings, ListedTool, Listing
+from microvm_mcp.service.service import UnknownTool
+from microvm_mcp.transport.application import Application
+from microvm_mcp.transport.doors import DoorLimits, DoorSettings, Listing
 from microvm_mcp.transport.server import listen, serve_http
 
 HOST = "service.test:8090"
@@ -49,22 +50,16 @@ RAISED: dict[str, MicrovmError] = {
 }
 
 
-def _tool(name: str, description: str, properties: dict[str, Detail]) -> ListedTool:
-    return ListedTool(
-        name=name,
-        title=name,
-        description=description,
-        input_schema={"type": "object", "properties": properties, "additionalProperties": False},
-        output_schema={
-            "type": "object",
-            "properties": {"workspace": {"type": "string"}},
-            "required": ["workspace"],
-        },
-        read_only=True,
-        destructive=False,
-        idempotent=True,
-        open_world=False,
-    )
+def _tool(name: str, description: str, properties: dict[str, Detail]) -> dict[str, Detail]:
+    output: dict[str, Detail] = {"workspace": {"type": "string"}}
+    return {
+        "name": name,
+        "title": name,
+        "description": description,
+        "inputSchema": {"type": "object", "properties": properties, "additionalProperties": False},
+        "outputSchema": {"type": "object", "properties": output, "required": ["workspace"]},
+        "annotations": {"readOnlyHint": True},
+    }
 
 
 LISTING = Listing(
@@ -82,11 +77,11 @@ LISTING = Listing(
 
 @dataclass
 class SmallService:
-    """Invoker and Authenticator in one. `go` lets `slow` end; `ended` counts how often it did."""
+    """What the doors need. `go` lets `slow` end."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
     started: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     asked: int = 0
 
     async def authenticate(self, token: str) -> Principal:
@@ -109,16 +104,16 @@ class SmallService:
         if name == "slow":
             self.started.set()
             await self.go.wait()
-            self.ended += 1
+            self.ended.set()
             return {"workspace": principal.workspace}
-        raise NotFound("There is no such tool; tools/list names those there are.")
+        raise UnknownTool("There is no such tool; tools/list names those there are.")
 
 
 def small_app(service: SmallService, *, limits: DoorLimits | None = None, host: str = HOST) -> Application:
     settings = DoorSettings(
         hosts=frozenset({host}), origins=frozenset({ORIGIN, f"http://{host}"}), limits=limits or DoorLimits()
     )
-    return build_app(service, service, LISTING, settings)
+    return Application(service, LISTING, settings)
 
 
 @contextlib.asynccontextmanager

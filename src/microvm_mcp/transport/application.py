@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from microvm_mcp.errors import MethodNotAllowed, NotFound
 from microvm_mcp.transport.answers import render_json, send_error, send_json
 from microvm_mcp.transport.calls import Calls
-from microvm_mcp.transport.doors import Authenticator, DoorSettings, Invoker, Listing
+from microvm_mcp.transport.doors import DoorSettings, Listing, ToolService
 from microvm_mcp.transport.gate import Gate
 from microvm_mcp.transport.http import TOOL_PREFIX, HttpDoor
 from microvm_mcp.transport.mcp import McpDoor
@@ -30,15 +30,13 @@ ROUTES: dict[str, str] = {
 class Application:
     """ASGI 3. Serve it inside `running()`, and leave that in the task that entered it."""
 
-    def __init__(
-        self, invoker: Invoker, authenticator: Authenticator, listing: Listing, settings: DoorSettings
-    ) -> None:
+    def __init__(self, service: ToolService, listing: Listing, settings: DoorSettings) -> None:
         self.settings = settings
-        self._calls = Calls(invoker)
+        self._calls = Calls(service)
         self._mcp = McpDoor(self._calls, listing, settings)
         self._http = HttpDoor(self._calls, settings.limits.body_bytes)
         self._openapi = render_json(listing.openapi)
-        self._gate: ASGIApp = Gate(self._route, authenticator, settings)
+        self._gate: ASGIApp = Gate(self._route, service, settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gate(scope, receive, send)
@@ -75,9 +73,3 @@ class Application:
             await send_json(scope, send, self._openapi)
         else:
             await self._http(scope, receive, send)
-
-
-def build_app(
-    invoker: Invoker, authenticator: Authenticator, listing: Listing, settings: DoorSettings
-) -> Application:
-    return Application(invoker, authenticator, listing, settings)

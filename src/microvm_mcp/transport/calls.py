@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from microvm_mcp.errors import Detail, Internal, MicrovmError, OutcomeUnknown, Unavailable
 from microvm_mcp.model import Principal
-from microvm_mcp.transport.doors import Invoker
+from microvm_mcp.transport.doors import ToolService
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ Result = Mapping[str, Detail]
 
 
 class Calls:
-    def __init__(self, invoker: Invoker) -> None:
-        self._invoker = invoker
+    def __init__(self, service: ToolService) -> None:
+        self._service = service
         self._tasks: set[asyncio.Task[Result | MicrovmError]] = set()
         self._stopping = False
 
@@ -60,7 +60,7 @@ class Calls:
     async def _run(self, name: str, arguments: object, principal: Principal) -> Result | MicrovmError:
         """Errors are values here: a call that nobody waits for any more leaves no unread exception behind."""
         try:
-            return await self._invoker.invoke(name, arguments, principal)
+            return await self._service.invoke(name, arguments, principal)
         except MicrovmError as error:
             return error
         except Exception:

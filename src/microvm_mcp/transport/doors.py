@@ -14,29 +14,12 @@ from microvm_mcp.errors import Detail
 from microvm_mcp.model import Principal
 
 
-class Invoker(Protocol):
-    async def invoke(self, name: str, arguments: object, principal: Principal) -> Mapping[str, Detail]:
-        """Look up, validate, authorise, run. Raises only MicrovmError; the result is the tool's full answer."""
-
-
-class Authenticator(Protocol):
+class ToolService(Protocol):
     async def authenticate(self, token: str) -> Principal:
         """Raises Unauthenticated for a token that is unknown, expired or revoked."""
 
-
-@dataclass(frozen=True, slots=True)
-class ListedTool:
-    """One tool as clients see it; the schemas are plain JSON Schema objects."""
-
-    name: str
-    title: str
-    description: str
-    input_schema: Mapping[str, Detail]
-    output_schema: Mapping[str, Detail]
-    read_only: bool
-    destructive: bool
-    idempotent: bool
-    open_world: bool
+    async def invoke(self, name: str, arguments: object, principal: Principal) -> Mapping[str, Detail]:
+        """Look up, validate, authorise, run. Raises only MicrovmError; the result is the tool's full answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +28,8 @@ class Listing:
 
     version: str
     instructions: str
-    tools: Sequence[ListedTool]
+    tools: Sequence[Mapping[str, Detail]]
+    """Entries of MCP's `tools/list`, in the order that clients see."""
     openapi: Mapping[str, Detail]
 
 

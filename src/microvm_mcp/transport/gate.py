@@ -26,7 +26,7 @@ from microvm_mcp.errors import (
 from microvm_mcp.model import Principal
 from microvm_mcp.transport.answers import Header, send_error
 from microvm_mcp.transport.body import ClientGone, discard_body
-from microvm_mcp.transport.doors import Authenticator, DoorSettings
+from microvm_mcp.transport.doors import DoorSettings, ToolService
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ _CHALLENGE: Final = b'Bearer realm="microvm-mcp"'
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, settings: DoorSettings) -> None:
+    def __init__(self, app: ASGIApp, service: ToolService, settings: DoorSettings) -> None:
         self._app = app
-        self._authenticator = authenticator
+        self._service = service
         self._hosts = frozenset(host.lower() for host in settings.hosts)
         self._origins = frozenset(origin.lower() for origin in settings.origins)
         self._limits = settings.limits
@@ -110,7 +110,7 @@ class Gate:
             raise Unauthenticated(
                 "Send exactly one header `Authorization: Bearer TOKEN` with a token that the operator issued."
             )
-        return await self._authenticator.authenticate(token)
+        return await self._service.authenticate(token)
 
 
 def _only(headers: list[Header], name: bytes) -> str | None:

@@ -20,13 +20,14 @@ from mcp.server.transport_security import TransportSecuritySettings
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from microvm_mcp.errors import Detail, Internal, InvalidArguments, MicrovmError, NotFound
+from microvm_mcp.errors import Detail, Internal, InvalidArguments, MicrovmError
 from microvm_mcp.model import Principal
+from microvm_mcp.service.service import UnknownTool
 from microvm_mcp.transport import envelope
 from microvm_mcp.transport.answers import render_error, render_json, render_result, send_json
 from microvm_mcp.transport.body import header_values, read_json_body
 from microvm_mcp.transport.calls import Calls
-from microvm_mcp.transport.doors import DoorSettings, ListedTool, Listing
+from microvm_mcp.transport.doors import DoorSettings, Listing
 from microvm_mcp.transport.json_body import parse_json
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class McpDoor:
         self._calls = calls
         self._body_limit = settings.limits.body_bytes
         # Made once: the SDK asks for a tool's schema on every call of the newest protocol version.
-        self._tools = {tool.name: _tool(tool) for tool in listing.tools}
+        self._tools = [wire.Tool.model_validate(tool) for tool in listing.tools]
+        self._schemas = {tool.name: tool.input_schema for tool in self._tools}
         # At INFO it logs a line per request.
         logging.getLogger("mcp").setLevel(logging.WARNING)
         self._manager = StreamableHTTPSessionManager(
@@ -91,21 +93,19 @@ class McpDoor:
     async def _list_tools(
         self, _context: _Context, _params: wire.PaginatedRequestParams | None
     ) -> wire.ListToolsResult:
-        return wire.ListToolsResult(tools=list(self._tools.values()))
+        return wire.ListToolsResult(tools=self._tools)
 
     def _input_schema(self, name: str) -> Mapping[str, Any] | None:
-        tool = self._tools.get(name)
-        return tool.input_schema if tool else None
+        return self._schemas.get(name)
 
     async def _call_tool(self, context: _Context, params: wire.CallToolRequestParams) -> wire.CallToolResult:
-        if params.name not in self._tools:
-            # The one failure that the protocol wants as an error of its own.
-            unknown = NotFound("There is no such tool; tools/list names those there are.")
-            raise MCPError(wire.INVALID_PARAMS, unknown.message, {"error": unknown.body()})
         try:
             principal: Principal = cast(Request, context.request).scope["state"]["principal"]
             arguments = params.arguments if params.arguments is not None else {}
             return _success(await self._calls.invoke(params.name, arguments, principal))
+        except UnknownTool as error:
+            # The one failure that the protocol wants as an error of its own.
+            raise MCPError(wire.INVALID_PARAMS, error.message, {"error": error.body()}) from None
         except MicrovmError as error:
             return _failure(error)
         except Exception:
@@ -122,22 +122,6 @@ def _success(result: Mapping[str, Detail]) -> wire.CallToolResult:
 def _failure(error: MicrovmError) -> wire.CallToolResult:
     """No structured content: common clients hold it against the output schema and lose the message."""
     return wire.CallToolResult(content=[wire.TextContent(type="text", text=render_error(error))], is_error=True)
-
-
-def _tool(tool: ListedTool) -> wire.Tool:
-    return wire.Tool(
-        name=tool.name,
-        title=tool.title,
-        description=tool.description,
-        input_schema=dict(tool.input_schema),
-        output_schema=dict(tool.output_schema),
-        annotations=wire.ToolAnnotations(
-            read_only_hint=tool.read_only,
-            destructive_hint=tool.destructive,
-            idempotent_hint=tool.idempotent,
-            open_world_hint=tool.open_world,
-        ),
-    )
 
 
 def _with_accept(scope: Scope) -> Scope:
