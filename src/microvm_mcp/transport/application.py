@@ -10,7 +10,11 @@ from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from microvm_mcp import __version__
 from microvm_mcp.errors import MethodNotAllowed, NotFound
+from microvm_mcp.service.catalog import INSTRUCTIONS, TOOLS
+from microvm_mcp.service.openapi import openapi
+from microvm_mcp.service.service import Service
 from microvm_mcp.transport.answers import render_json, send_error, send_json
 from microvm_mcp.transport.calls import Calls
 from microvm_mcp.transport.doors import DoorSettings, Listing, ToolService
@@ -73,3 +77,14 @@ class Application:
             await send_json(scope, send, self._openapi)
         else:
             await self._http(scope, receive, send)
+
+
+def build_app(service: Service, settings: DoorSettings) -> Application:
+    """The doors of the real service, advertising its catalogue."""
+    listing = Listing(
+        version=__version__,
+        instructions=INSTRUCTIONS,
+        tools=[tool.listing() for tool in service.tools()],
+        openapi=openapi(TOOLS, version=__version__),
+    )
+    return Application(service, listing, settings)
