@@ -186,7 +186,7 @@ async def test_destroy_gives_everything_back(own_service: MakeService) -> None:
             assert not Path(f"/proc/{pid}").exists()
             assert not Path(f"/run/netns/{name}").exists()
             assert list((service.state_dir / "machines").iterdir()) == []
-            assert [entry for entry in (service.base / "jail").rglob("*.sock")] == []
+            assert list((service.base / "jail").rglob("*.sock")) == []
 
 
 async def test_revoked_workspace_is_stopped_and_its_tokens_are_dead(own_service: MakeService) -> None:
