@@ -192,7 +192,7 @@ async def test_another_start_time_is_another_process(here: Place) -> None:
 
 async def test_a_cancelled_launch_leaves_no_process(here: Place) -> None:
     task = asyncio.create_task(process.launch(plan(here, *SLEEP), timeout_s=20))
-    while not exists(here.runtime_dir / "output"):  # noqa: ASYNC110 - no event for a file; bounded by the test's limit
+    while not exists(here.runtime_dir / "output"):
         await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -205,7 +205,7 @@ async def test_killing_the_cgroup_ends_children_that_left_the_session(here: Plac
     script = "setsid sleep 1000 & setsid sleep 1000 & sleep 1000"
     launched = await process.launch(plan(here, SHELL, "-c", script), timeout_s=20)
     async with asyncio.timeout(20):
-        while len(cgroup.pids(here.cgroup)) < 3:  # noqa: ASYNC110 - forks
+        while len(cgroup.pids(here.cgroup)) < 3:
             await asyncio.sleep(0.005)
         await cgroup.kill(here.cgroup, timeout_s=20)
         await launched.wait()

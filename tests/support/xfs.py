@@ -12,13 +12,13 @@ SIZE_GIB = 8
 
 
 @contextmanager
-def mounted(directory: Path) -> Iterator[Path]:
+def mounted(directory: Path, *, reflink: bool = True) -> Iterator[Path]:
     """Yields the mount point. Both it and the backing file lie below `directory`."""
     backing, mount_point = directory / "reflink.xfs", directory / "reflink"
     mount_point.mkdir()
     with backing.open("wb") as file:
         file.truncate(SIZE_GIB << 30)
-    _run("mkfs.xfs", "-q", "-m", "reflink=1", str(backing))
+    _run("mkfs.xfs", "-q", "-m", f"reflink={int(reflink)}", str(backing))
     _run("mount", "-o", "loop", str(backing), str(mount_point))
     try:
         yield mount_point
