@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from microvm_mcp.config import SLOTS
 from tests.support.running import Door, DoorName, RunningService, create_vm, open_door, running, volume
 
 _NUMBERS = itertools.count()
@@ -28,7 +29,9 @@ def image(name: str) -> Path:
 def _next(prefix: str) -> tuple[Path, int]:
     """A directory and a UID range that no other instance of this run has."""
     number = next(_NUMBERS)
-    return volume() / f"{prefix}-{os.getpid()}-{number}", 2_000_000 + (os.getpid() % 1000) * 10_000 + number * 200
+    return volume() / f"{prefix}-{os.getpid()}-{number}", 200_000_000 + (
+        os.getpid() % 1000
+    ) * 1_000_000 + number * SLOTS
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ async def test_vmm_is_confined_as_seen_from_the_host(service: RunningService, vm
         assert status["NoNewPrivs"] == "1"
         assert status["Seccomp"] == "2"
     assert processes_of_uid(uid) == [pid]
-    assert os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
+    assert Path(f"/proc/{pid}/ns/net").stat().st_ino != Path("/proc/self/ns/net").stat().st_ino
     limits = Path(f"/proc/{pid}/limits").read_text()
     core = next(line for line in limits.splitlines() if line.startswith("Max core file size"))
     assert core.split()[4:6] == ["0", "0"]
