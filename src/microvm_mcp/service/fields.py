@@ -39,6 +39,7 @@ def _not_null(value: object) -> object:
 
 
 def _text(value: str) -> str:
+    utf8_length(value)
     if "\0" in value:
         raise PydanticCustomError("nul", "must not contain NUL")
     return value

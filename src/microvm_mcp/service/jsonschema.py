@@ -27,8 +27,12 @@ def input_schema(model: type[BaseModel], *, hidden: Collection[str] = ()) -> Jso
 
 
 def output_schema(model: type[BaseModel]) -> JsonObject:
+    """Defaults are left out: in a result they only mean that a field may be missing."""
     schema = _plain(model, "serialization")
-    return {"type": "object", "properties": schema["properties"], "required": schema["required"]}
+    properties: JsonObject = {}
+    for name, node in _object(schema["properties"]).items():
+        properties[name] = {key: value for key, value in _object(node).items() if key != "default"}
+    return {"type": "object", "properties": properties, "required": schema["required"]}
 
 
 def _plain(model: type[BaseModel], mode: Literal["validation", "serialization"]) -> JsonObject:

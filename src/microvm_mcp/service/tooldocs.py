@@ -70,7 +70,7 @@ def _type(schema: JsonObject) -> str:
 def _errors() -> Iterator[str]:
     yield "## Errors\n"
     yield 'Over HTTP the status and `{"error": {"code", "message", "retryable", "details"?}}`; over MCP the same'
-    yield "object as text with `isError`. A message is the fact, then the way out, and never repeats what was sent.\n"
+    yield "object as text with `isError`. A message is the fact, then the way out, without what was sent.\n"
     yield "| code | HTTP | `microvm-mcp vm` exits with | retryable |"
     yield "|---|---|---|---|"
     for error in PUBLIC_ERRORS:

@@ -29,6 +29,7 @@ _WORDS = {
     "int_type": "must be an integer",
     "dict_type": "must be an object",
     "model_type": "must be an object",
+    "invalid_key": "names must be strings of valid Unicode",
 }
 
 
