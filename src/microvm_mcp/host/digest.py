@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 _CHUNK = 4 << 20
@@ -33,15 +32,24 @@ class DigestCache:
 
     def sha256(self, file: Path) -> str:
         """Blocking; may take seconds. Raises OSError."""
-        key = _key(file.stat())
+        key = identity(file)
         if key not in self._known:
             digest = sha256_file(file)
-            if _key(file.stat()) != key:
+            if identity(file) != key:
                 # Somebody writes to it: the digest is of no state the file was ever in.
                 return digest
             self._known[key] = digest
             self._save()
         return self._known[key]
+
+    def remember(self, identity: str, digest: str) -> None:
+        """For who knows by another way, say from a private copy, what the file of that `identity` holds."""
+        self._known[identity] = digest
+        self._save()
+
+    def known(self, file: Path) -> str | None:
+        """Without reading the file. Raises OSError."""
+        return self._known.get(identity(file))
 
     def _save(self) -> None:
         newest = dict(list(self._known.items())[-_MAX_REMEMBERED:])
@@ -51,7 +59,9 @@ class DigestCache:
         temporary.replace(self._path)
 
 
-def _key(stat: os.stat_result) -> str:
+def identity(file: Path) -> str:
+    """Differs as soon as anything about the file's content may differ. Raises OSError."""
+    stat = file.stat()
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
