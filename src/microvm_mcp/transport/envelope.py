@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Final
 
-from mcp_types.jsonrpc import INVALID_REQUEST, PARSE_ERROR, UNSUPPORTED_PROTOCOL_VERSION
+from mcp_types.jsonrpc import INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR, UNSUPPORTED_PROTOCOL_VERSION
 from mcp_types.version import KNOWN_PROTOCOL_VERSIONS
 
 from microvm_mcp.errors import Detail, InvalidArguments
@@ -27,6 +27,7 @@ class Refusal:
     message: str
     request_id: str | int | None = None
     supported: Sequence[str] = ()
+    status: int = 400
 
     def body(self) -> dict[str, Detail]:
         data: dict[str, Detail] = {"error": InvalidArguments(self.message).body()}
@@ -76,6 +77,10 @@ def _check_shape(message: dict[str, JsonValue], request_id: str | int | None) ->
         return Refusal(INVALID_REQUEST, problem, request_id)
     if not isinstance(message.get("params"), dict | NoneType):
         return Refusal(INVALID_REQUEST, "`params` must be an object.", request_id)
+    if method == "subscriptions/listen":
+        # The one method that the SDK answers with a stream, whatever is configured, or with a bodiless 406.
+        problem = "There are no change events to listen to; ask again with the vm tools."
+        return Refusal(METHOD_NOT_FOUND, problem, request_id, status=404)
     if "id" not in message and not method.startswith("notifications/"):
         return Refusal(INVALID_REQUEST, "This method needs a request id, a string or an integer.")
     return None

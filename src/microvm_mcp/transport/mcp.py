@@ -73,7 +73,7 @@ class McpDoor:
             versions = [value.decode("latin-1") for value in header_values(scope, b"mcp-protocol-version")]
             refusal = envelope.check_message(message, versions)
         if refusal is not None:
-            await send_json(scope, send, render_json(refusal.body()), status=400)
+            await send_json(scope, send, render_json(refusal.body()), status=refusal.status)
             return
         await self._manager.handle_request(_with_accept(scope), _replay(body, receive), send)
 
@@ -125,10 +125,9 @@ def _failure(error: MicrovmError) -> wire.CallToolResult:
 
 
 def _with_accept(scope: Scope) -> Scope:
-    """The same scope with one Accept header: the SDK refuses none, and reads only the first of several."""
-    values = header_values(scope, b"accept") or [b"application/json"]
+    """Every answer here is JSON. The SDK refuses a request that does not say so, partly without a body."""
     others = [(name, value) for name, value in scope["headers"] if name != b"accept"]
-    return {**scope, "headers": [*others, (b"accept", b", ".join(values))]}
+    return {**scope, "headers": [*others, (b"accept", b"application/json")]}
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
