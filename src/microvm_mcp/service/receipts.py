@@ -26,7 +26,7 @@ from sqlite3 import Connection
 from typing import Generic, TypeVar
 
 from microvm_mcp.engine.port import Engine
-from microvm_mcp.errors import Busy, Conflict, MicrovmError, OutcomeUnknown, ResourceExhausted
+from microvm_mcp.errors import Busy, Conflict, Internal, MicrovmError, OutcomeUnknown, ResourceExhausted
 from microvm_mcp.model import Receipt, ReceiptPhase, RequestId, WorkspaceName
 from microvm_mcp.service.clock import Clock
 from microvm_mcp.service.schemas import Arguments
@@ -133,9 +133,8 @@ class Receipts:
 
         def ended(_: object) -> None:
             del self._attempts[place]
-            # Looking at the outcome keeps an attempt whose caller left from being reported as lost by asyncio.
-            if not task.cancelled() and (error := task.exception()) and not isinstance(error, MicrovmError):
-                log.error("tool=%s attempt failed", key.tool, exc_info=error)
+            if not task.cancelled():
+                task.exception()  # looked at here too, or asyncio reports that of a caller who left as lost
 
         task.add_done_callback(ended)
         return task
@@ -153,6 +152,10 @@ class Receipts:
         except MicrovmError:
             await self._db.write(lambda tx: _give_back(tx, key))
             raise
+        except Exception as error:
+            # Logged here because the caller may be gone. The receipt stays: it says how far the attempt got.
+            log.exception("tool=%s workspace=%s attempt failed", key.tool, key.workspace)
+            raise Internal from error
 
     def _accept(self, tx: Connection, key: Key) -> Receipt:
         present = rows.get(tx, key.workspace, key.request_id)
