@@ -165,6 +165,10 @@ def free_bytes(path: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def size_bytes(path: Path) -> int:
+    return path.lstat().st_size
+
+
 def allocated_bytes(path: Path) -> int:
     """What a file really occupies. Blocks shared with other copies count in each of them."""
     return path.lstat().st_blocks * 512
