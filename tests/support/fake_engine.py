@@ -198,6 +198,7 @@ class FakeEngine:
         wait_s: float,
     ) -> tuple[Job, OutputPage]:
         found = self._job(workspace, vm_id, job_id)
+        self._running(workspace, vm_id)  # elsewhere the output went with the machine's memory
         if stdout >= len(self._stdout(found)) and stderr >= len(found.stderr):
             await self._wait(found, wait_s)
         return self._page(found, stdout, stderr, limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from microvm_mcp.errors import InvalidArguments
+from microvm_mcp.errors import FailedPrecondition, InvalidArguments, NotFound
 from microvm_mcp.model import FINAL_JOB_STATES, Job, JobId, JobRequest, JobState, OutputPage, Receipt, VmId
 from microvm_mcp.output import PAGE_BYTES, Encoding, RenderedStream, is_complete, render_page
 from microvm_mcp.service import results
@@ -40,10 +40,19 @@ async def execute(call: Call, arguments: VmExec) -> results.JobStarted:
     async def replay(receipt: Receipt) -> results.JobStarted:
         if receipt.job_id is None:
             raise RuntimeError("a finished receipt of vm_exec has no job_id")
-        job = await call.engine.job(call.workspace, vm_id, receipt.job_id)
+        try:
+            job = await call.engine.job(call.workspace, vm_id, receipt.job_id)
+        except NotFound as error:
+            raise NotFound(
+                "The job of this request_id has ended and its record made room for newer ones; it is not run again."
+            ) from error
         if not arguments.wait_seconds:
             return _started(job, None)
-        return _started(*await _wait_for_end(call, vm_id, receipt.job_id, call.left(arguments.wait_seconds)))
+        try:
+            return _started(*await _wait_for_end(call, vm_id, job.job_id, call.left(arguments.wait_seconds)))
+        except FailedPrecondition:
+            # The output went with the machine's memory. What became of the job is on record all the same.
+            return _ended(await call.engine.job(call.workspace, vm_id, job.job_id))
 
     key = key_of(call.workspace, "vm_exec", arguments.request_id, arguments)
     return await call.receipts.once(key, run=run, replay=replay, left=call.left_for_others)
@@ -158,6 +167,10 @@ def _started(job: Job, page: OutputPage | None) -> results.JobStarted:
     if page.report.service_time_us is not None:
         fields["service_time_us"] = page.report.service_time_us
     return results.JobStarted.model_validate(fields)
+
+
+def _ended(job: Job) -> results.JobStarted:
+    return results.JobStarted(job_id=job.job_id, state=job.state, exit_code=job.exit_code)
 
 
 def _refuse_long_timeout(call: Call, timeout_seconds: int | None) -> None:

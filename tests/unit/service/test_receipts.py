@@ -14,10 +14,11 @@ from microvm_mcp.errors import (
     Conflict,
     FailedPrecondition,
     Internal,
+    NotFound,
     OutcomeUnknown,
     ResourceExhausted,
 )
-from microvm_mcp.model import Limits, Receipt, ReceiptPhase, RequestId
+from microvm_mcp.model import JobId, Limits, Receipt, ReceiptPhase, RequestId, VmId
 from microvm_mcp.service import receipts as service_receipts
 from microvm_mcp.service.jsonschema import JsonObject
 from microvm_mcp.service.receipts import key_of
@@ -101,6 +102,23 @@ async def test_joining_a_job_that_has_written_waits_for_its_end_too(rig: Rig) ->
     await rig.call("vm_exec", exec_of(vm_id, "drip 0.4"))
     joined = await rig.call("vm_exec", exec_of(vm_id, "drip 0.4", wait_seconds=10))
     assert (joined["state"], joined["stdout"]) == ("completed", "é")
+
+
+async def test_a_replay_after_the_machine_has_gone_still_tells_how_the_job_ended(rig: Rig) -> None:
+    vm_id = await rig.vm()
+    job_id = (await rig.call("vm_exec", exec_of(vm_id, "exit 3", wait_seconds=5)))["job_id"]
+    await rig.call("vm_destroy", {"vm_id": vm_id})
+    again = await rig.call("vm_exec", exec_of(vm_id, "exit 3", wait_seconds=5))
+    assert again == {"job_id": job_id, "state": "completed", "exit_code": 3}
+
+
+async def test_a_replay_after_the_record_was_displaced_says_so_and_does_not_run(rig: Rig) -> None:
+    vm_id = await rig.vm()
+    job_id = (await rig.call("vm_exec", exec_of(vm_id)))["job_id"]
+    del rig.engine._vms[VmId(vm_id)].jobs[JobId(str(job_id))]
+    with pytest.raises(NotFound, match="made room"):
+        await rig.call("vm_exec", exec_of(vm_id))
+    assert rig.engine.commands == ["echo hi"]
 
 
 async def test_another_command_machine_or_tool_under_the_same_id_is_a_conflict(rig: Rig) -> None:
