@@ -36,8 +36,8 @@ Fields are exact: none unknown, none missing, null only where "or null" stands.
 | written | size mode                                                            |                 |
 | done    |                                                                      |                 |
 
-A job is `{job_id, request_id, state, started_at, finished_at|null, exit_code|null, signal|null, truncated, detached,
-log_path, service_time_us|null}`; once it is over, exactly one of exit_code and signal is set.
+A job is `{job_id, request_id, state, started_at, finished_at|null, exit_code|null, signal|null, truncated,
+detached, log_path, service_time_us|null}`; once it is over, exactly one of exit_code and signal is set.
 
 ERROR: `{"code", "message"}`, code one of ErrorCode, message one sentence of at most 512 bytes.
 
