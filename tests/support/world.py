@@ -207,10 +207,12 @@ class Life:
         self.world = world
         self.trace: list[str] = []
         self.dead = False
+        self.on_death: Callable[[], object] = lambda: None
         self._at, self._side, self._strike = at, side, strike or Life.crash
 
     def crash(self) -> None:
         self.dead = True
+        self.on_death()
         raise Crash
 
     async def step(self, name: str, effect: Callable[[], T]) -> T:
