@@ -4,7 +4,7 @@ Receipts are moved in the real database as the port says. Commands are a small s
 
     echo TEXT | err TEXT | exit N       output on either stream, exit status
     bytes HEX | flood N                 raw bytes; N bytes on stdout with the middle forgotten
-    sleep S | drip S                    runs S seconds; drip writes the two halves of a character, one at each end
+    sleep [S] | drip S                  runs S seconds (or for ever); drip writes half a character at each end
     refuse                              the guest refuses, nothing runs
     lose | lose-but-run                 the answer is lost; the second is found when it is asked for
     crash                               an error that nobody foresaw
@@ -306,7 +306,7 @@ class FakeEngine:
             out.stdout = bytes(ord("a") + index % 26 for index in range(int(rest)))
             out.row = replace(out.row, truncated=int(rest) > 2 * KEPT_BYTES)
         elif verb == "sleep":
-            out.ends_at += float(rest)
+            out.ends_at += float(rest or "inf")
         elif verb == "drip":
             out.ends_at += float(rest)
             out.stdout, out.last_words = "é".encode()[:1], "é".encode()[1:]

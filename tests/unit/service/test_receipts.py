@@ -20,9 +20,11 @@ from microvm_mcp.errors import (
 )
 from microvm_mcp.model import JobId, Limits, Receipt, ReceiptPhase, RequestId, VmId
 from microvm_mcp.service import receipts as service_receipts
+from microvm_mcp.service.clock import SystemClock
 from microvm_mcp.service.jsonschema import JsonObject
 from microvm_mcp.service.receipts import key_of
 from microvm_mcp.service.schemas import VmExec
+from microvm_mcp.service.service import Service
 from microvm_mcp.service.validation import parse
 from microvm_mcp.store import receipts as rows
 from tests.unit.service.conftest import ALICE, Rig, principal
@@ -319,3 +321,11 @@ async def test_closing_waits_for_what_is_in_progress_and_then_cuts_it_off(rig: R
     left = await receipt(rig, "r")
     assert left is not None
     assert left.phase is ReceiptPhase.ACCEPTED
+
+
+async def test_receipts_outlive_the_service(rig: Rig) -> None:
+    vm_id = await rig.vm()
+    first = await rig.call("vm_exec", exec_of(vm_id, wait_seconds=5))
+    later = Service(rig.db, rig.engine, rig.service.settings, SystemClock())
+    assert await later.invoke("vm_exec", exec_of(vm_id, wait_seconds=5), ALICE) == first
+    assert rig.engine.commands == ["echo hi"]
