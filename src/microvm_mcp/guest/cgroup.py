@@ -29,8 +29,9 @@ class Group:
         self.events_fd = os.open(f"{path}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
         """Polls as EPOLLPRI when `populated` or `frozen` changed since the last look."""
 
-    def open_procs(self) -> int:
-        return os.open(f"{self.path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+    def open(self) -> int:
+        """A descriptor for processes to be born in the group."""
+        return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @property
     def populated(self) -> bool:

@@ -136,11 +136,11 @@ class JobTable:
         try:
             group = Group(f"{self._user.path}/{ask.job_id}")
             group.limit_processes(MAX_PROCESSES)
-            procs_fd = group.open_procs()
+            group_fd = group.open()
             try:
-                spawned = spawn(Command(ask.shell, ask.command, ask.env, self._home, cwd_fd, procs_fd))
+                spawned = spawn(Command(ask.shell, ask.command, ask.env, self._home, cwd_fd, group_fd))
             finally:
-                os.close(procs_fd)
+                os.close(group_fd)
         except OSError as error:
             if group is not None:
                 group.kill()

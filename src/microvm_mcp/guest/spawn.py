@@ -1,9 +1,9 @@
 """Start one command as the guest's user: in its own cgroup and session before it runs anything.
 
-The child is forked from this small, single-threaded process and moves itself into its group before it gives up
-root, so nothing of the command ever runs outside. It keeps no descriptor but /dev/null and its two pipes (all
-others are close-on-exec), no group but its own, no capability. NoNewPrivs stays off: it would break ping and
-whatever set-user-id tools an operator installs; the image has no way up for an account without a password.
+The child is forked from this small, single-threaded process straight into its group, so nothing of the command
+ever runs outside. It keeps no descriptor but /dev/null and its two pipes (all others are close-on-exec), no group
+but its own, no capability. NoNewPrivs stays off: it would break ping and whatever set-user-id tools an operator
+installs; the image has no way up for an account without a password.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import resource
 import signal
 from typing import NamedTuple, NoReturn
 
+from microvm_mcp.guest.clone import fork_into
 from microvm_mcp.guest.options import GID, UID
 from microvm_mcp.wire.messages import Shell
 
@@ -43,8 +44,8 @@ class Command(NamedTuple):
     env: tuple[tuple[str, str], ...]
     home: str
     cwd_fd: int
-    procs_fd: int
-    """`cgroup.procs` of the group to be born in, open for writing."""
+    group_fd: int
+    """Directory of the cgroup to be born in."""
 
 
 def spawn(command: Command) -> Spawned:
@@ -53,7 +54,7 @@ def spawn(command: Command) -> Spawned:
     err_read, err_write = _pipe()
     report_read, report_write = os.pipe()
     try:
-        pid = os.fork()
+        pid = fork_into(command.group_fd)
         if pid == 0:
             _become(command, out_write, err_write, report_write)
         os.close(report_write)
@@ -99,7 +100,6 @@ def _become(command: Command, stdout: int, stderr: int, report: int) -> NoReturn
     """In the child. Every failure goes through `report` as an errno."""
     try:
         os.setsid()
-        os.write(command.procs_fd, b"0")
         score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(score, _OOM_SCORE.encode())
         # Python ignores these two, and ignored signals outlive exec: a writer whose reader went would never end.
