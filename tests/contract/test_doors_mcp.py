@@ -261,9 +261,7 @@ async def test_headers_that_contradict_the_message_are_refused_in_the_newest_gen
     assert (await post(behind, message, {**headers, **blank}))[0] == 200
 
 
-@pytest.mark.parametrize(
-    "accept", ["application/json", "*/*", "application/json, text/event-stream", "application/*"]
-)
+@pytest.mark.parametrize("accept", ["application/json", "*/*", "text/event-stream", "application/*", "image/png"])
 async def test_accept_headers_in_use_are_all_answered_with_json(behind: Rig, accept: str) -> None:
     for message, headers in ((request("ping"), {}), modern("tools/list")):
         status, body = await post(behind, message, {**headers, "Accept": accept})
