@@ -87,7 +87,8 @@ class Remote:
 def check_endpoint(url: str, what: str) -> None:
     """An absolute http or https address without credentials; http only where it does not leave this machine."""
     parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
+    odd = not url.isascii() or not url.isprintable() or " " in url or parts.query or parts.fragment
+    if odd or parts.scheme not in {"http", "https"} or not parts.hostname:
         raise InvalidArguments(f"{what} must look like https://name:port.")
     if parts.username is not None or parts.password is not None:
         raise InvalidArguments(f"{what} must not carry a user or a password; the token has a file of its own.")

@@ -240,6 +240,8 @@ def test_endpoints_that_keep_the_token_private_are_taken(url: str) -> None:
         "https://",
         "https://u:p@a",
         "https://a?b",
+        "https://a\nb",
+        "https://a b",
     ],
 )
 def test_endpoints_that_would_send_it_in_the_clear_or_make_no_sense_are_refused(url: str) -> None:
