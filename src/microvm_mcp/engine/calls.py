@@ -69,7 +69,9 @@ async def read_file(machine: Machine, path: str, *, offset: int, length: int) ->
     until = deadline(timeouts.call_s)
     link = await machine.ready(timeouts.call_s - timeouts.file_s)
     async with _translated(machine, refused=lambda error: file_refused(error, writing=False), changes=""):
-        return await link.read_file(path, offset=offset, length=length, deadline_s=left(until))
+        return await link.read_file(
+            path, offset=offset, length=length, deadline_s=min(left(until), timeouts.file_s)
+        )
 
 
 async def write_file(
@@ -83,7 +85,9 @@ async def write_file(
         async with _translated(
             machine, refused=lambda error: file_refused(error, writing=True), changes="written the file"
         ):
-            return await link.write_file(path, data, offset=offset, mode=mode, deadline_s=left(until))
+            return await link.write_file(
+                path, data, offset=offset, mode=mode, deadline_s=min(left(until), timeouts.file_s)
+            )
 
     return await machine.own(write())
 
