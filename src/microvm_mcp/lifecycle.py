@@ -98,6 +98,8 @@ class Evidence:
     """A process with the row's pid and start time runs, and the driver took hold of it."""
     answered: bool
     """The supervisor answered a hello over that VMM's channel."""
+    powered_off: bool = False
+    """The guest shut down by itself; the VMM was found, or waited, to tell."""
 
 
 class Remedy(StrEnum):
@@ -145,6 +147,8 @@ def recover(row: Vm, evidence: Evidence) -> Decision:
 
 
 def _recover_resident(row: Vm, evidence: Evidence) -> Decision:
+    if evidence.powered_off:
+        return Decision(S.STOPPED, Remedy.END_VMM)
     if not evidence.same_host_boot:
         return _failed("The host was restarted while the machine ran.")
     if not evidence.vmm_alive:

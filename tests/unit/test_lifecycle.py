@@ -20,7 +20,7 @@ from microvm_mcp.lifecycle import (
 )
 from microvm_mcp.model import Slot, Vm, VmId, VmState, WorkspaceName
 
-EVIDENCE = [Evidence(*facts) for facts in product((True, False), repeat=3)]
+EVIDENCE = [Evidence(*facts) for facts in product((True, False), repeat=4)]
 ALIVE = Evidence(same_host_boot=True, vmm_alive=True, answered=True)
 
 ROW = Vm(
@@ -103,7 +103,9 @@ def test_a_running_machine_is_adopted_only_when_its_vmm_lives_and_its_supervisor
 ) -> None:
     decision = decided(VmState.RUNNING, evidence)
     assert (decision.remedy is Remedy.ADOPT) == (evidence == ALIVE)
-    if evidence != ALIVE:
+    if evidence.powered_off:
+        assert decision.state is VmState.STOPPED
+    elif evidence != ALIVE:
         assert decision.state is VmState.FAILED
         assert decision.cold_boot_possible
 

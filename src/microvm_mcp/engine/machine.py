@@ -20,7 +20,7 @@ from microvm_mcp.engine.job_book import JobBook
 from microvm_mcp.errors import Busy, FailedPrecondition, MicrovmError, Unavailable
 from microvm_mcp.lifecycle import NOT_READY, TRANSITIONS, Operation
 from microvm_mcp.link.port import GuestLied, GuestRefused, Link, LinkLost
-from microvm_mcp.model import Job, JobId, JobsReport, MachineView, Vm, VmState
+from microvm_mcp.model import GuestInfo, Job, JobId, JobsReport, MachineView, Vm, VmState
 from microvm_mcp.vmm.driver import ExitInfo, Vmm
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class Machine:
         settings = context.settings
         self.book = JobBook(vm, jobs, max_active=settings.max_active_jobs, max_records=settings.max_job_records)
         self.vmm: Vmm | None = None
+        self.guest: GuestInfo | None = None
+        """As the supervisor last introduced itself; a supervisor that was restarted has forgotten its jobs."""
         self._link: Link | None = None
         self._operation: Operation | None = None
         self._task: asyncio.Task[None] | None = None
@@ -159,9 +161,9 @@ class Machine:
 
     # The live VMM.
 
-    def attach(self, vmm: Vmm, link: Link) -> None:
-        """Take over a VMM whose supervisor answered, and watch both."""
-        self.vmm, self._link = vmm, link
+    def attach(self, vmm: Vmm, link: Link, guest: GuestInfo | None) -> None:
+        """Take over a VMM whose supervisor answered (None: its CPUs are stopped, it cannot), and watch both."""
+        self.vmm, self._link, self.guest = vmm, link, guest
         self._watchers = (
             asyncio.create_task(self._watch_exit(vmm), name=f"exit:{self.vm.vm_id}"),
             asyncio.create_task(self._watch_jobs(link), name=f"jobs:{self.vm.vm_id}"),

@@ -21,7 +21,7 @@ from microvm_mcp.engine.machine import Machine
 from microvm_mcp.errors import MicrovmError
 from microvm_mcp.lifecycle import MEMORY_LOST, NOTHING_LOST, RESIDENT, TRANSITIONS, Operation
 from microvm_mcp.link.port import GuestLied, GuestRefused, Link, LinkLost
-from microvm_mcp.model import Failure, Job, Vm, VmState
+from microvm_mcp.model import Failure, GuestInfo, Job, Vm, VmState
 from microvm_mcp.store import jobs as job_rows
 from microvm_mcp.store import vms as vm_rows
 from microvm_mcp.store.vms import VmChanges
@@ -48,14 +48,15 @@ async def boot(machine: Machine) -> None:
             def undo(what: str, effect: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 stack.push_async_callback(_undo, vm, what, effect, left_behind)
 
-            await certainly(host.create_disk(vm.vm_id, vm.disk_bytes))
+            # Armed on the line before: removal is by name and idempotent, and so covers what fails halfway.
             undo("disk", lambda: host.remove_disk(vm.vm_id))
-            await certainly(host.ensure_runtime_dir(slot))
+            await certainly(host.create_disk(vm.vm_id, vm.disk_bytes))
             undo("runtime directory", lambda: host.remove_runtime_dir(slot))
-            await certainly(host.ensure_network(slot))
+            await certainly(host.ensure_runtime_dir(slot))
             undo("network", lambda: host.remove_network(slot))
-            await certainly(host.ensure_cgroup(slot, memory_mib=vm.memory_mib, vcpus=vm.vcpus))
+            await certainly(host.ensure_network(slot))
             undo("cgroup", lambda: host.end_cgroup(slot))
+            await certainly(host.ensure_cgroup(slot, memory_mib=vm.memory_mib, vcpus=vm.vcpus))
             vmm = await certainly(context.driver.boot(context.boot_spec(vm, slot)))
             undo("VMM", vmm.kill)
             # Durable as soon as it exists. Before that, an orphan is found by the cgroup it sits in.
@@ -72,10 +73,10 @@ async def boot(machine: Machine) -> None:
             )
             link = context.dial(vmm.channel)
             undo("link", link.close)
-            await _greet(context, vmm, link)
+            guest = await _greet(context, vmm, link)
             await link.set_clock(int(context.now() * 1e9), deadline_s=context.settings.timeouts.answer_s)
             machine.vm = await certainly(_move(context, vm, VmState.CREATING, VmState.RUNNING))
-            machine.attach(vmm, link)
+            machine.attach(vmm, link, guest)
             stack.pop_all()
     except (Exception, asyncio.CancelledError) as error:
         _log_failed_boot(vm, error)
@@ -155,12 +156,14 @@ def _end_of(info: ExitInfo | None) -> tuple[VmState, str]:
 # Steps.
 
 
-async def _greet(context: Context, vmm: Vmm, link: Link) -> None:
+async def _greet(context: Context, vmm: Vmm, link: Link) -> GuestInfo:
     """The supervisor's first answer, unless the VMM ends before it."""
     hello = link.hello(deadline_s=context.settings.timeouts.boot_hello_s)
-    if await first_of(hello, vmm.wait_exit()) is None:
+    guest = await first_of(hello, vmm.wait_exit())
+    if guest is None:
         info = await vmm.wait_exit()
         raise _EndedEarly(f"exit_status={info.exit_status} last_output={info.last_output[-2000:]!r}")
+    return guest
 
 
 async def _shut_down(vmm: Vmm, grace_s: float) -> bool:

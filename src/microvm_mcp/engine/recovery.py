@@ -14,12 +14,13 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from microvm_mcp.engine.certain import first_of
 from microvm_mcp.engine.context import Context
 from microvm_mcp.engine.host_port import HostFailure
 from microvm_mcp.engine.machine import Machine
 from microvm_mcp.lifecycle import Decision, Evidence, Remedy, recover
 from microvm_mcp.link.port import GuestLied, GuestRefused, Link, LinkLost
-from microvm_mcp.model import Failure, Job, Vm, VmState
+from microvm_mcp.model import Failure, GuestInfo, Job, Vm, VmState
 from microvm_mcp.store import jobs as job_rows
 from microvm_mcp.store import vms as vm_rows
 from microvm_mcp.store import workspaces as workspace_rows
@@ -37,6 +38,7 @@ class _Found:
     evidence: Evidence
     vmm: Vmm | None = None
     link: Link | None = None
+    guest: GuestInfo | None = None
 
 
 async def recover_all(context: Context, build: Callable[[Vm, list[Job]], Machine]) -> list[Machine]:
@@ -90,7 +92,7 @@ async def _recover_one(context: Context, machine: Machine, until: float) -> None
         found.evidence,
     )
     if decision.remedy is Remedy.ADOPT and found.vmm is not None and found.link is not None:
-        machine.attach(found.vmm, found.link)
+        machine.attach(found.vmm, found.link, found.guest)
         await _learn_jobs(machine, found.link)
         return
     if found.link is not None:
@@ -111,10 +113,20 @@ async def _look(context: Context, row: Vm, until: float) -> _Found:
     if vmm is None:
         return _Found(Evidence(same_boot, vmm_alive=False, answered=False))
     link = context.dial(vmm.channel)
-    answered = False
-    if row.state is VmState.RUNNING:
-        answered = await _answers(link, min(context.settings.timeouts.adopt_hello_s, _left(until)))
-    return _Found(Evidence(same_boot, vmm_alive=True, answered=answered), vmm, link)
+    within_s = min(context.settings.timeouts.adopt_hello_s, _left(until))
+    if row.state is not VmState.RUNNING:
+        return _Found(Evidence(same_boot, vmm_alive=True, answered=False), vmm, link)
+    try:
+        guest = await first_of(link.hello(deadline_s=within_s), vmm.wait_exit())
+    except (LinkLost, GuestRefused, GuestLied) as error:
+        logger.warning("no answer to the hello vm=%s: %s", row.vm_id, error)
+        return _Found(Evidence(same_boot, vmm_alive=True, answered=False), vmm, link)
+    if guest is None:
+        # It ended while nobody watched, and its VMM had waited to tell why.
+        info = await vmm.wait_exit()
+        powered_off = info.guest_shutdown and not info.guest_panicked
+        return _Found(Evidence(same_boot, vmm_alive=False, answered=False, powered_off=powered_off), vmm, link)
+    return _Found(Evidence(same_boot, vmm_alive=True, answered=True), vmm, link, guest)
 
 
 async def _find_vmm(context: Context, row: Vm) -> Vmm | None:
@@ -126,15 +138,6 @@ async def _find_vmm(context: Context, row: Vm) -> Vmm | None:
     except VmmError as error:
         logger.warning("not adopted vm=%s: %s evidence=%r", row.vm_id, error, error.evidence[-2000:])
         return None
-
-
-async def _answers(link: Link, within_s: float) -> bool:
-    try:
-        await link.hello(deadline_s=within_s)
-    except (LinkLost, GuestRefused, GuestLied) as error:
-        logger.warning("no answer to the hello: %s", error)
-        return False
-    return True
 
 
 async def _learn_jobs(machine: Machine, link: Link) -> None:

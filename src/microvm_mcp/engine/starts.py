@@ -177,6 +177,18 @@ async def _send(machine: Machine, link: Link, request: JobRequest, wait_s: float
             if left(give_up) <= _AGAIN_S or machine.vm.state is not VmState.RUNNING:
                 raise _Unanswered(sent=sent) from lost
             await asyncio.sleep(_AGAIN_S)
+            if sent and not await _is_same_supervisor(machine, link, left(give_up)):
+                raise _Unanswered(sent=True) from lost
+
+
+async def _is_same_supervisor(machine: Machine, link: Link, within_s: float) -> bool:
+    """Only the one that was asked first knows whether the command has run; another would run it again."""
+    before = machine.guest
+    try:
+        machine.guest = await link.hello(deadline_s=within_s)
+    except (LinkLost, GuestRefused):
+        return False
+    return before is not None and before.boot_id == machine.guest.boot_id
 
 
 async def _confirm(machine: Machine, job: Job, page: OutputPage) -> Job:
