@@ -27,22 +27,35 @@ class Place:
     runtime_dir: Path
 
 
-@asynccontextmanager
-async def place(slot: int = 0, *, tag: str | None = None) -> AsyncIterator[Place]:
+async def make_place(slot: int = 0, *, tag: str | None = None) -> Place:
     tag = tag or secrets.token_hex(4)
     unit, uid = f"mvm-{tag}-{slot}", UID + slot
     mount = cgroup.find_mount()
     assert mount is not None
     leaf = cgroup.ensure(mount, tag, str(slot), cgroup.Limits(memory_bytes=2 << 30, pids=128, cpus=2))
     # Short: the path of a Unix socket has 107 bytes.
-    runtime_dir = Path(tempfile.mkdtemp(prefix=f"{unit}-", dir="/tmp"))
+    made = Place(unit, uid, unit, "tap0", leaf.path, Path(tempfile.mkdtemp(prefix=f"{unit}-", dir="/tmp")))
     try:
         await network.ensure(unit, tap="tap0", uid=uid)
-        yield Place(unit, uid, unit, "tap0", leaf.path, runtime_dir)
+    except BaseException:
+        await remove_place(made)
+        raise
+    return made
+
+
+async def remove_place(made: Place) -> None:
+    await cgroup.remove(made.cgroup, timeout_s=20)
+    await network.remove(made.netns)
+    shutil.rmtree(made.runtime_dir)
+
+
+@asynccontextmanager
+async def place(slot: int = 0, *, tag: str | None = None) -> AsyncIterator[Place]:
+    made = await make_place(slot, tag=tag)
+    try:
+        yield made
     finally:
-        await cgroup.remove(leaf.path, timeout_s=20)
-        await network.remove(unit)
-        shutil.rmtree(runtime_dir)
+        await remove_place(made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,19 @@ def _qemu() -> str | None:
     return _root() or _programs("qemu-system-x86_64")
 
 
-def _image() -> str | None:
-    where = os.environ.get("MICROVM_TEST_IMAGE", "")
+def _built_image(variable: str) -> str | None:
+    where = os.environ.get(variable, "")
     if not where:
-        return "MICROVM_TEST_IMAGE names no built image"
-    return None if (Path(where) / "manifest.json").exists() else "MICROVM_TEST_IMAGE has no manifest.json"
+        return f"{variable} names no built image"
+    return None if (Path(where) / "manifest.json").exists() else f"{variable} has no manifest.json"
+
+
+def _image() -> str | None:
+    return _built_image("MICROVM_TEST_IMAGE")
+
+
+def _tiny() -> str | None:
+    return _built_image("MICROVM_TEST_TINY_IMAGE")
 
 
 def _npm() -> str | None:
@@ -68,6 +76,7 @@ _PROBES: dict[str, Callable[[], str | None]] = {
     "cgroup2": _cgroup2,
     "qemu": _qemu,
     "image": _image,
+    "tiny": _tiny,
     "npm": _npm,
 }
 

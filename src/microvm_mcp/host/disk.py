@@ -42,10 +42,10 @@ def mend_command(directory: Path) -> str:
 
 async def clone(source: Path, target: Path, *, mode: int = 0o600) -> None:
     """`target` must not exist; on failure it does not exist either. Durable once `sync` has been called on it."""
-    await asyncio.to_thread(_clone, source, target, mode)
+    await asyncio.to_thread(clone_now, source, target, mode=mode)
 
 
-def _clone(source: Path, target: Path, mode: int) -> None:
+def clone_now(source: Path, target: Path, *, mode: int = 0o600) -> None:
     src = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         dst = os.open(target, _WRITE_NEW, mode)
@@ -189,7 +189,7 @@ def _probe_reflink(directory: Path, source: Path | None) -> None:
                 os.write(fd, b"x" * 65536)
             finally:
                 os.close(fd)
-        _clone(source or original, copy, 0o600)
+        clone_now(source or original, copy)
     finally:
         original.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)

@@ -55,10 +55,11 @@ class QemuDriver:
                 state = _open(opened, paths.state, os.O_RDONLY)
             except OSError as error:
                 raise VmmError(f"The saved device state can't be opened: {error.strerror}") from error
+            _check_memory(paths.memory, spec)
             with _memory_undone(spec):
                 if spec.memory_file is not None and spec.memory_file != paths.memory:
                     spec.memory_file.unlink(missing_ok=True)
-                    await _copy_memory(paths.memory, spec)
+                    await _copy_memory(paths.memory, spec.memory_file)
                 async with self._started(spec, incoming=True) as vmm:
                     await vmm.load(state)
         return vmm
@@ -146,13 +147,19 @@ def _memory_undone(spec: BootSpec) -> Iterator[None]:
         raise
 
 
-async def _copy_memory(source: Path, spec: BootSpec) -> None:
-    """A private copy, so that the snapshot stays what it was whatever the machine does with its memory."""
-    assert spec.memory_file is not None
+def _check_memory(saved: Path, spec: BootSpec) -> None:
+    expected = 0 if spec.memory_file is None else spec.memory_mib << 20
     try:
-        if disk.size_bytes(source) != spec.memory_mib << 20:
+        if disk.size_bytes(saved) != expected:
             raise VmmError("The saved memory does not have the size of this machine's memory")
-        await disk.clone(source, spec.memory_file)
+    except OSError as error:
+        raise VmmError(f"The saved memory can't be opened: {error.strerror}") from error
+
+
+async def _copy_memory(source: Path, target: Path) -> None:
+    """A private copy, so that the snapshot stays what it was whatever the machine does with its memory."""
+    try:
+        await disk.clone(source, target)
     except OSError as error:
         raise VmmError(f"The saved memory can't be copied: {error.strerror}") from error
     except disk.NotReflinkable as error:

@@ -12,7 +12,7 @@ import base64
 import logging
 import os
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,27 +119,30 @@ class QemuVmm:
         status = await self._status_or_refuse()
         if status != "paused":
             raise VmmError(f"Only a paused machine can be saved: it is {status}")
-        try:
-            await self._prepare_migration()
-            fd = os.open(paths.state, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with ExitStack() as undo:
             try:
-                await self._give("state", fd)
-            finally:
-                os.close(fd)
-            await self._migrate("migrate", "fd:state")
-            if self._spec.memory_file is not None:
-                await disk.clone(self._spec.memory_file, paths.memory)
-            else:
-                # Without a file of its own the memory is in the stream; the pair of files is complete all the same.
-                await disk.create_sparse(paths.memory, 0)
-            for path in (paths.state, paths.memory, *{paths.state.parent, paths.memory.parent}):
-                await disk.sync(path)
-        except BaseException as error:
-            for path in (paths.state, paths.memory):
-                path.unlink(missing_ok=True)
-            if isinstance(error, OSError | disk.NotReflinkable):
+                await self._prepare_migration()
+                await self._save_devices(paths.state, undo)
+                if self._spec.memory_file is not None:
+                    await disk.clone(self._spec.memory_file, paths.memory)
+                else:
+                    # The memory is in the stream then; an empty file makes the pair complete all the same.
+                    await disk.create_sparse(paths.memory, 0)
+                undo.callback(paths.memory.unlink)
+                for path in (paths.state, paths.memory, *{paths.state.parent, paths.memory.parent}):
+                    await disk.sync(path)
+            except (OSError, disk.NotReflinkable) as error:
                 raise VmmError(f"The machine can't be saved: {error}") from error
-            raise
+            undo.pop_all()
+
+    async def _save_devices(self, path: Path, undo: ExitStack) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        undo.callback(path.unlink)
+        try:
+            await self._give("state", fd)
+        finally:
+            os.close(fd)
+        await self._migrate("migrate", "fd:state")
 
     async def request_shutdown(self) -> None:
         """Ctrl-Alt-Del where there is a keyboard, else the power button."""
