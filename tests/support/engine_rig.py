@@ -94,8 +94,7 @@ class Rig:
         receipt = await self.accept(f"exec-{name}")
         if receipt.phase is ReceiptPhase.ACCEPTED:
             # A new attempt has a new id, as in the service.
-            attempt = sum(one.startswith(f"job-{name}.") for one in self.world.ran) + len(self.life.trace)
-            request = JobRequest(JobId(f"job-{name}.{attempt}"), receipt.request_id, command)
+            request = JobRequest(JobId(f"job-{name}-{len(self.life.trace)}"), receipt.request_id, command)
             return await self.fleet.start_job(WORKSPACE, vm_id, request, wait_s=wait_s)
         assert receipt.job_id is not None
         job = (
@@ -120,7 +119,7 @@ async def rig(
     life = life or Life(world)
     db = await Database.open(directory / "service.db", readers=1)
     try:
-        await db.write(_ensure_workspaces)
+        await db.write(ensure_workspaces)
         fleet = Fleet(life.context(db, settings))
         await fleet.start()
         try:
@@ -132,7 +131,7 @@ async def rig(
         await db.close()
 
 
-def _ensure_workspaces(tx: sqlite3.Connection) -> None:
+def ensure_workspaces(tx: sqlite3.Connection) -> None:
     for name in (WORKSPACE, OTHER):
         if workspace_rows.get(tx, name) is None:
             workspace_rows.insert(tx, Workspace(name, allow_network=False, limits=Limits(), created_at=1.0))

@@ -88,6 +88,7 @@ async def _start(
         job = await _confirm(machine, job, page)
         confirmed = True
     except GuestRefused as refused:
+        logger.info("start refused vm=%s job=%s code=%s: %s", job.vm_id, job.job_id, refused.code, refused)
         await _take_back(machine, job)
         raise start_refused(refused) from refused
     except GuestLied as error:
