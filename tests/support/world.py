@@ -127,6 +127,8 @@ class Process:
     ended: ExitInfo | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
     heeds_shutdown: bool = True
+    ends_when_adopted: ExitInfo | None = None
+    """It had ended inside and waits for somebody to tell."""
 
     def end(self, info: ExitInfo | None = None) -> None:
         if self.ended is None:
@@ -404,6 +406,8 @@ class WorldDriver:
             return process
 
         process = await self._life.step("driver.adopt", find)
+        if process is not None and process.ends_when_adopted is not None:
+            asyncio.get_running_loop().call_soon(process.end, process.ends_when_adopted)
         return None if process is None else WorldVmm(self._life, process)
 
 

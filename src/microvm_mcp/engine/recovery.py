@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
 """Machines that are looked at at the same time."""
+_LAST_WORDS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,17 @@ async def _look(context: Context, row: Vm, until: float) -> _Found:
     within_s = min(context.settings.timeouts.adopt_hello_s, _left(until))
     if row.state is not VmState.RUNNING:
         return _Found(Evidence(same_boot, vmm_alive=True, answered=False), vmm, link)
+    guest = None
     try:
         guest = await first_of(link.hello(deadline_s=within_s), vmm.wait_exit())
     except (LinkLost, GuestRefused, GuestLied) as error:
         logger.warning("no answer to the hello vm=%s: %s", row.vm_id, error)
-        return _Found(Evidence(same_boot, vmm_alive=True, answered=False), vmm, link)
-    if guest is None:
-        # It ended while nobody watched, and its VMM had waited to tell why.
-        info = await vmm.wait_exit()
-        powered_off = info.guest_shutdown and not info.guest_panicked
-        return _Found(Evidence(same_boot, vmm_alive=False, answered=False, powered_off=powered_off), vmm, link)
-    return _Found(Evidence(same_boot, vmm_alive=True, answered=True), vmm, link, guest)
+    if guest is not None:
+        return _Found(Evidence(same_boot, vmm_alive=True, answered=True), vmm, link, guest)
+    # A guest that ended while nobody watched is told of by its VMM, which waits for that and then ends.
+    info = await first_of(vmm.wait_exit(), asyncio.sleep(_LAST_WORDS_S))
+    powered_off = info is not None and info.guest_shutdown and not info.guest_panicked
+    return _Found(Evidence(same_boot, vmm_alive=info is None, answered=False, powered_off=powered_off), vmm, link)
 
 
 async def _find_vmm(context: Context, row: Vm) -> Vmm | None:
