@@ -39,12 +39,13 @@ class InstanceRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an instance takes of the host. `uid_count` users from `uid_base` on, one address range."""
+    """What an instance takes of the host: `uid_count` users from `uid_base` on, and an address range."""
 
     tag: str
     uid_base: int
     uid_count: int
-    network_range: str
+    network_range: str | None = None
+    """None: it gives its machines no addresses on the host."""
 
 
 def tag_of(instance_id: InstanceId) -> str:
@@ -205,8 +206,12 @@ def _machines_live(cgroup_mount: Path | None, tag: str) -> bool:
 def _read(path: Path) -> Claim | None:
     try:
         fields = json.loads(path.read_text())
+        network = fields["network_range"]
         return Claim(
-            str(fields["tag"]), int(fields["uid_base"]), int(fields["uid_count"]), str(fields["network_range"])
+            str(fields["tag"]),
+            int(fields["uid_base"]),
+            int(fields["uid_count"]),
+            None if network is None else str(ipaddress.ip_network(network)),
         )
     except (OSError, ValueError, KeyError, TypeError):
         logger.warning("unreadable claim path=%s", path)
@@ -219,6 +224,8 @@ def _refuse_overlap(claim: Claim, other: Claim) -> None:
             f"user ids {claim.uid_base} to {claim.uid_base + claim.uid_count - 1} overlap those of instance "
             f"{other.tag} ({other.uid_base} to {other.uid_base + other.uid_count - 1}): set another uid_base"
         )
+    if claim.network_range is None or other.network_range is None:
+        return
     if ipaddress.ip_network(claim.network_range).overlaps(ipaddress.ip_network(other.network_range)):
         raise InstanceRefused(
             f"network_range {claim.network_range} overlaps that of instance {other.tag} ({other.network_range}): "

@@ -63,6 +63,8 @@ def render_argv(spec: BootSpec, machine: Machine, *, incoming: bool) -> tuple[st
         machine.binary,
         *("-name", f"{spec.unit},process={spec.unit[:15]}"),
         *render_platform(machine),
+        # A guest that ends stays, stopped, until somebody has read why: also if the service is away just then.
+        *("-action", "reboot=shutdown,shutdown=pause,panic=pause"),
         *("-smp", f"cpus={spec.vcpus},sockets=1,cores={spec.vcpus},threads=1"),
         *("-m", f"size={spec.memory_mib}M"),
         *("-object", _memory(spec)),
@@ -92,21 +94,19 @@ def render_argv(spec: BootSpec, machine: Machine, *, incoming: bool) -> tuple[st
     return tuple(argv)
 
 
-def render_probe_argv(machine: Machine, *, initramfs: bool = True) -> tuple[str, ...]:
-    """The smallest guest that proves user space: a kernel whose init ends at once, so that it panics and resets."""
-    argv = [
+def render_probe_argv(machine: Machine) -> tuple[str, ...]:
+    """The smallest guest that proves user space: init ends at once, so that the kernel says so, and resets."""
+    return (
         machine.binary,
         *render_platform(machine, memory_backend=False),
+        *("-action", "reboot=shutdown"),
         *("-m", "size=192M"),
         *("-kernel", reopened(Fd.KERNEL)),
+        *("-initrd", reopened(Fd.INITRAMFS)),
         *("-append", "console=ttyS0 quiet panic=-1 reboot=t rdinit=/bin/busybox"),
         *("-chardev", "stdio,id=console,signal=off"),
         *("-serial", "chardev:console"),
-    ]
-    if initramfs:
-        argv += ["-initrd", reopened(Fd.INITRAMFS)]
-    # The one thing that differs from a machine: nobody is there to be asked, a reset simply ends it.
-    return tuple(argv[: argv.index("-action")] + argv[argv.index("-action") + 2 :] + ["-action", "reboot=shutdown"])
+    )
 
 
 def render_platform(machine: Machine, *, memory_backend: bool = True) -> tuple[str, ...]:
@@ -128,8 +128,6 @@ def render_platform(machine: Machine, *, memory_backend: bool = True) -> tuple[s
         "-nodefaults",
         "-no-user-config",
         *("-display", "none"),
-        # A guest that ends stays, stopped, until somebody has read why: also if the service is away just then.
-        *("-action", "reboot=shutdown,shutdown=pause,panic=pause"),
     )
 
 
