@@ -1,10 +1,10 @@
 """The host's end of the link: typed calls to one machine's supervisor, each with a deadline.
 
-At most one connection at a time. A call attaches if need be (one caller tries, the others wait for it), and attaches
-anew when the connection breaks under it and the same question may be asked twice; what may not (a write that
-extends a file) is told as LinkLost with `sent`. A deadline that passes closes the connection, because a stream that
-does not answer cannot be told from one that is dead; others that waited on it attach anew. A guest that lies or
-floods costs its own connection.
+At most one connection at a time. A call attaches if need be (one caller tries, the others wait for it), and
+attaches anew when the connection breaks under it and the same question may be asked twice; what may not (a write
+that extends a file) is told as LinkLost with `sent`. A deadline that passes closes the connection, because a stream
+that does not answer cannot be told from one that is dead; others that waited on it attach anew. A guest that lies
+or floods costs its own connection.
 """
 
 from __future__ import annotations
