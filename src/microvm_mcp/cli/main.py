@@ -24,6 +24,10 @@ COMMANDS: dict[str, str] = {
     "set-workspace": "admin:set_workspace",
     "revoke-token": "admin:revoke_token",
     "revoke-workspace": "admin:revoke_workspace",
+    "vm": "client:app",
+    "demo-manifest": "demo:demo_manifest",
+    "vm": "client:app",
+    "demo-manifest": "demo:demo_manifest",
 }
 """Name of the command: module of this package, and in it a function or a `typer.Typer` with further commands."""
 
@@ -54,7 +58,7 @@ def main() -> None:
     """What the console script calls."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        build(first if first in COMMANDS else None)()
+        build(first if first in COMMANDS else None)(prog_name="microvm-mcp")
     except MicrovmError as error:
         _fail(error.message, error.exit_status, error)
     except Exception as error:  # noqa: BLE001 - the top of the process
