@@ -17,7 +17,7 @@ from microvm_mcp.imaging.recipe import Debian
 from microvm_mcp.imaging.requirements import client_environment
 
 PACKAGES_FILE = ".microvm-packages"
-"""In a tree: name, tab, version of each package, one per line."""
+"""In a tree that was only unpacked: name, tab, version of each package, one per line."""
 
 _DOWNLOAD_TIMEOUT_S = 1800.0
 _UNPACK_TIMEOUT_S = 300.0
@@ -64,8 +64,7 @@ async def fetch_tree(
             *("mmdebstrap", "--mode=root", "--format=tar", f"--architectures={debian.architecture}"),
             *(f"--variant={'apt' if install else 'extract'}", f"--include={','.join(packages)}"),
             *(f"--dpkgopt={option}" for option in _LEFT_OUT),
-            f"--extract-hook={_LIST_PACKAGES}",
-            *(() if install else (f"--customize-hook={_COMPILE_PYTHON}",)),
+            *(() if install else (f"--extract-hook={_LIST_PACKAGES}", f"--customize-hook={_COMPILE_PYTHON}")),
             *(debian.suite, str(scratch / entry), str(sources)),
         ]
         environment = {**client_environment(), "TMPDIR": str(scratch)}
@@ -90,6 +89,20 @@ async def unpack_tree(archive: Path, into: Path, only: Iterable[str] = ()) -> No
 
 
 def read_package_versions(tree: Path) -> dict[str, str]:
+    """By name. dpkg's own record where packages were installed, else the list made while unpacking."""
+    status = tree / "var/lib/dpkg/status"
+    if status.is_file() and status.stat().st_size:
+        return parse_dpkg_status(status.read_text("utf-8"))
     lines = (tree / PACKAGES_FILE).read_text("utf-8").splitlines()
     pairs = (line.partition("\t") for line in lines)
     return {name: version for name, _, version in sorted(pairs)}
+
+
+def parse_dpkg_status(text: str) -> dict[str, str]:
+    """Stanzas of `Field: value` lines, one per package, separated by empty lines."""
+    versions: dict[str, str] = {}
+    for stanza in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in stanza.splitlines() if ": " in line and line[0] != " ")
+        if fields.get("Status", "").endswith(" installed"):
+            versions[fields["Package"]] = fields["Version"]
+    return dict(sorted(versions.items()))

@@ -27,7 +27,7 @@ def inputs_digest(recipe: Recipe, supervisor_sha256: str, builder_sha256: str) -
             "downloads": [asdict(recipe.node), asdict(recipe.pnpm)] if variant.node else [],
             "variant": [
                 *(variant.name, sorted(variant.packages), variant.disk_mib, variant.bytes_per_inode),
-                *(variant.install, list(variant.mask), list(variant.mask_generators), list(variant.links)),
+                *(variant.install, list(variant.mask), list(variant.remove), list(variant.links)),
             ],
             "overlay": [[item.path, _sha256(item.data), item.executable] for item in variant.overlay],
             "supervisor": supervisor_sha256,

@@ -21,7 +21,14 @@ KERNEL_ELF = "vmlinux"
 INITRAMFS = "initramfs.img"
 ROOT_DISK = "rootfs.raw"
 FILES = (KERNEL, KERNEL_ELF, INITRAMFS, ROOT_DISK)
-KERNEL_ARGUMENTS = "root=/dev/vda rw init=/sbin/init quiet loglevel=3 panic=-1"
+KERNEL_ARGUMENTS = (
+    "root=/dev/vda rw init=/sbin/init quiet loglevel=3 panic=-1"
+    # Without BPF among them systemd does not compile its own policy program at boot: seconds of an emulated one.
+    " lsm=landlock,yama"
+    # A boot is a sequence of grace periods that nobody else waits for.
+    " rcupdate.rcu_expedited=1 rcupdate.rcu_normal_after_boot=1"
+    " random.trust_cpu=on audit=0"
+)
 """What every driver passes on, before its own console and clock arguments."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")

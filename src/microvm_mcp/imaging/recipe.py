@@ -76,7 +76,7 @@ class Variant:
     """False: packages are unpacked, their maintainer scripts never run, nothing can be added."""
     node: bool
     mask: tuple[str, ...]
-    mask_generators: tuple[str, ...]
+    remove: tuple[str, ...]
     links: tuple[tuple[str, str], ...]
     overlay: tuple[Overlay, ...]
 
@@ -164,7 +164,7 @@ def _variant(directory: Path, name: str, shape: str, table: _Table, extra: tuple
         install=table.flag("install"),
         node=table.flag("node"),
         mask=table.texts("mask"),
-        mask_generators=table.texts("mask_generators"),
+        remove=table.texts("remove"),
         links=table.pairs("links"),
         overlay=tuple(overlay[path] for path in sorted(overlay)),
     )

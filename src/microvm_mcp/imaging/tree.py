@@ -39,6 +39,8 @@ async def finish_tree(tree: Path, variant: Variant, supervisor: Supervisor) -> N
     _empty_directories(tree)
     for name in (*_LEFT_BEHIND, PACKAGES_FILE, "etc/resolv.conf"):
         remove(tree / name)
+    for name in variant.remove:
+        remove(tree / name)
     for host_key in (tree / "etc/ssh").glob("ssh_host_*"):
         host_key.unlink()
     for source in (tree / "etc/apt/sources.list.d").glob("*"):
@@ -87,10 +89,14 @@ def _replace_line(path: Path, key: str, line: str) -> None:
 
 
 def _write_links(tree: Path, variant: Variant) -> None:
+    """A masked unit loses its wants too: systemd would look each of them up at every boot."""
+    for units in ("etc/systemd/system", "usr/lib/systemd/system"):
+        for unit in variant.mask:
+            for wanted in (tree / units).glob(f"*.wants/{unit}"):
+                wanted.unlink()
     links = [
         *variant.links,
         *((f"etc/systemd/system/{unit}", "/dev/null") for unit in variant.mask),
-        *((f"etc/systemd/system-generators/{name}", "/dev/null") for name in variant.mask_generators),
     ]
     for name, target in links:
         path = tree / name
