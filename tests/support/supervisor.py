@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from microvm_mcp.guest.options import GID, UID
@@ -36,42 +35,60 @@ main(arguments)
 """
 
 
-@dataclass(frozen=True)
 class RunningSupervisor:
-    base: Path
-    cgroup: Path
-    process: subprocess.Popen[bytes]
-    clock: Path
+    def __init__(self, base: Path, cgroup: Path, arguments: tuple[str, ...], stream: socket.socket | None) -> None:
+        self.base = base
+        self.cgroup = cgroup
+        self.workspace = base / "workspace"
+        self.user_cgroup = cgroup / "user"
+        self._clock = base / "clock"
+        self._socket = base / "control.sock"
+        self._stream = stream
+        channel = ["--fd", str(stream.fileno())] if stream else ["--listen", str(self._socket)]
+        places = ["--workspace", self.workspace, "--state-dir", base / "state", "--home", base / "home"]
+        self._argv = [
+            *(PYTHON, "-I", "-S", "-c", _MAIN, str(SOURCES), str(self._clock)),
+            *channel,
+            *map(str, places),
+            *("--cgroup-root", str(cgroup)),
+            *arguments,
+        ]
+        self.process = self._start()
 
-    @property
-    def socket_path(self) -> Path:
-        return self.base / "control.sock"
-
-    @property
-    def workspace(self) -> Path:
-        return self.base / "workspace"
-
-    @property
-    def user_cgroup(self) -> Path:
-        return self.cgroup / "user"
+    def restart(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self._socket.unlink(missing_ok=True)
+        self.process = self._start()
 
     def link(self) -> LinkClient:
-        return LinkClient(dialer("unix", self.socket_path, 0))
+        return LinkClient(dialer("unix", self._socket, 0))
 
     def connect(self) -> socket.socket:
+        """A raw connection, once the supervisor listens."""
         stream = socket.socket(socket.AF_UNIX)
-        stream.connect(str(self.socket_path))
         stream.settimeout(20)
-        return stream
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                stream.connect(str(self._socket))
+            except (FileNotFoundError, ConnectionRefusedError):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            else:
+                return stream
 
     def clock_settings(self) -> list[int]:
-        lines = self.clock.read_text().splitlines() if self.clock.exists() else []
+        lines = self._clock.read_text().splitlines() if self._clock.exists() else []
         return [int(line.split()[1]) for line in lines]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._argv, pass_fds=[self._stream.fileno()] if self._stream else [])
 
 
 @contextlib.contextmanager
 def running_supervisor(*arguments: str, stream: socket.socket | None = None) -> Iterator[RunningSupervisor]:
-    """With `stream` it talks on that one for ever; without, it listens on a Unix socket."""
+    """With `stream` it talks on that one until it ends; without, it listens on a Unix socket."""
     mount = needs.cgroup2_mount()
     assert mount is not None
     with tempfile.TemporaryDirectory(prefix="microvm-guest-") as name:
@@ -83,30 +100,14 @@ def running_supervisor(*arguments: str, stream: socket.socket | None = None) -> 
         cgroup = mount / f"microvm-test-{os.getpid()}-{base.name}"
         cgroup.mkdir()
         try:
-            yield from _run(base, cgroup, arguments, stream)
+            supervisor = RunningSupervisor(base, cgroup, arguments, stream)
+            try:
+                yield supervisor
+            finally:
+                supervisor.process.kill()
+                supervisor.process.wait(10)
         finally:
             remove_cgroup(cgroup)
-
-
-def _run(
-    base: Path, cgroup: Path, arguments: tuple[str, ...], stream: socket.socket | None
-) -> Iterator[RunningSupervisor]:
-    clock = base / "clock"
-    channel = ["--fd", str(stream.fileno())] if stream else ["--listen", str(base / "control.sock")]
-    places = {"--workspace": base / "workspace", "--state-dir": base / "state", "--home": base / "home"}
-    argv = [
-        *(PYTHON, "-I", "-S", "-c", _MAIN, str(SOURCES), str(clock)),
-        *channel,
-        *(str(part) for pair in places.items() for part in pair),
-        *("--cgroup-root", str(cgroup)),
-        *arguments,
-    ]
-    process = subprocess.Popen(argv, pass_fds=[stream.fileno()] if stream else [])
-    try:
-        yield RunningSupervisor(base, cgroup, process, clock)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
 
 
 def remove_cgroup(path: Path) -> None:

@@ -264,6 +264,8 @@ class JobTable:
                 data = os.read(fd, _READ_BYTES)
             except BlockingIOError:
                 return
+            except OSError:
+                data = b""
             if not data:
                 self._close_pipe(job, fd)
                 return

@@ -66,7 +66,8 @@ class Supervisor:
         os.umask(0o022)
         os.setgroups([])
         jobs_dir = f"{options.state_dir}/jobs"
-        os.makedirs(jobs_dir, 0o755, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.makedirs(jobs_dir, 0o755, exist_ok=True)
         self._boot_id = f"{_kernel_boot_id()}.{os.urandom(4).hex()}"
         self._poller = Poller()
         self._user = open_user_subtree(options.cgroup_root or delegated_root())
@@ -138,19 +139,11 @@ class Supervisor:
         self._send(self._session.welcome(supervisor=__version__, boot_id=self._boot_id, active_jobs=active))
 
     def _answer(self, request: int, question: Request) -> None:
-        try:
-            answer = self._do(request, question)
-        except Refusal as refusal:
-            answer = Refused(refusal.code, refusal.message)
-        except Exception:  # noqa: BLE001 - one request's fault must not cost the jobs of all others
-            import traceback
-
-            traceback.print_exc()
-            answer = Refused(ErrorCode.FAILED, "the supervisor failed; its own log in the guest says why")
+        answer = _attempt(lambda: self._do(request, question))
         if answer is not None:
             self._send(self._session.answer(request, answer))
 
-    def _do(self, request: int, question: Request) -> Reply | Refused | None:
+    def _do(self, request: int, question: Request) -> Reply | None:
         """None: parked."""
         match question:
             case StartJob():
@@ -251,12 +244,9 @@ class Supervisor:
     def _look_again(self, now: float) -> None:
         waiting, self._parked = self._parked, []
         for parked in waiting:
-            try:
-                answer: Reply | Refused | None = parked.look()
-                if answer is None and parked.deadline is not None and parked.deadline <= now:
-                    answer = parked.late()
-            except Refusal as refusal:
-                answer = Refused(refusal.code, refusal.message)
+            answer = _attempt(parked.look)
+            if answer is None and parked.deadline is not None and parked.deadline <= now:
+                answer = _attempt(parked.late)
             if answer is None:
                 self._parked.append(parked)
             else:
@@ -265,6 +255,18 @@ class Supervisor:
     def _send(self, data: bytes) -> None:
         if self._stream is not None:
             self._stream.send(data)
+
+
+def _attempt(do: Look) -> Reply | Refused | None:
+    try:
+        return do()
+    except Refusal as refusal:
+        return Refused(refusal.code, refusal.message)
+    except Exception:  # noqa: BLE001 - one request's fault must not cost the jobs of all others
+        import traceback
+
+        traceback.print_exc()
+        return Refused(ErrorCode.FAILED, "the supervisor failed; its own log in the guest says why")
 
 
 def _kernel_boot_id() -> str:
