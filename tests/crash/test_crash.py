@@ -228,7 +228,13 @@ def test_a_client_that_goes_away_at_any_step_half_does_nothing(scenario: Scenari
         # What the machine owns goes on by itself.
         with suppress(MicrovmError):
             await r.fleet.settle(WORKSPACE, VM, wait_s=2)
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(2):
+            while ReceiptPhase.SENT in [await phase(r, request_id) for request_id in ("exec-a", "exec-b")]:
+                await asyncio.sleep(0.005)
+        made = await r.receipt("create-1")
+        if made is not None and made.phase is ReceiptPhase.DONE:
+            failure = r.view().vm.failure
+            assert failure is None or scenario not in (create_and_exec, create_exec_and_destroy)
 
     def hang_up(life: Life) -> None:
         if clients:
@@ -261,6 +267,11 @@ def test_a_service_told_to_stop_at_any_step_leaves_a_certain_state(scenario: Sce
             stops[-1].set()
 
     assert enumerate_strikes(until_told, directory, tell) >= 6
+
+
+async def phase(r: Rig, request_id: str) -> ReceiptPhase | None:
+    receipt = await r.receipt(request_id)
+    return None if receipt is None else receipt.phase
 
 
 async def as_coroutine(scenario: Scenario, r: Rig) -> None:

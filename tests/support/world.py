@@ -223,7 +223,7 @@ class Life:
         if self.dead:
             raise Crash
         result = effect()
-        self.finish(number)
+        await self.finish(number)
         return result
 
     def begin(self, name: str) -> int:
@@ -237,9 +237,11 @@ class Life:
             raise self.world.fails[name]
         return number
 
-    def finish(self, number: int) -> None:
+    async def finish(self, number: int) -> None:
         if number == self._at and self._side == 1:
             self._strike(self)
+        # A caller that is cancelled now does not get the result, though the effect is there.
+        await asyncio.sleep(0)
 
     def context(self, db: Database, settings: EngineSettings = SETTINGS) -> Context:
         ticks = iter(range(1_000, 10_000_000))
@@ -260,13 +262,13 @@ class CountedStore:
     async def write(self, fn: Callable[[sqlite3.Connection], T]) -> T:
         number = self._life.begin("store.write")
         result = await self._db.write(fn)
-        self._life.finish(number)
+        await self._life.finish(number)
         return result
 
     async def read(self, fn: Callable[[sqlite3.Connection], T]) -> T:
         number = self._life.begin("store.read")
         result = await self._db.read(fn)
-        self._life.finish(number)
+        await self._life.finish(number)
         return result
 
 
