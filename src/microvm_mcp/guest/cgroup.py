@@ -46,6 +46,10 @@ class Group:
         with open(f"{self.path}/cgroup.procs", "rb") as file:
             return sum(1 for _ in file)
 
+    def look(self) -> None:
+        """`events_fd` polls as changed until it was read."""
+        os.pread(self.events_fd, 256, 0)
+
     def kill(self) -> None:
         """Everything in it and below, frozen or not, without a gap for forks to slip through."""
         _write(f"{self.path}/cgroup.kill", "1")

@@ -83,7 +83,8 @@ class Supervisor:
         self._session = GuestSession()
         self._parked: list[Parked] = []
         self._stream: Stream | None = None
-        self._poller.add(self._user.events_fd, CHANGED, lambda _: None)
+        # Looking is what makes it quiet again; whoever waits for a freeze looks after every turn anyway.
+        self._poller.add(self._user.events_fd, CHANGED, lambda _: self._user.look())
         self._children = _child_signals()
         self._poller.add(self._children, READABLE, self._on_children)
         channel = open_channel(options)
