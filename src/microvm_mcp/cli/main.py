@@ -20,12 +20,11 @@ from microvm_mcp.errors import MicrovmError
 COMMANDS: dict[str, str] = {
     "serve": "serve:serve",
     "build-image": "image:build_image_command",
+    "doctor": "doctor:doctor",
     "issue-token": "admin:issue_token",
     "set-workspace": "admin:set_workspace",
     "revoke-token": "admin:revoke_token",
     "revoke-workspace": "admin:revoke_workspace",
-    "vm": "client:app",
-    "demo-manifest": "demo:demo_manifest",
     "vm": "client:app",
     "demo-manifest": "demo:demo_manifest",
 }

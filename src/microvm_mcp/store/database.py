@@ -125,8 +125,13 @@ class Database:
 
     def _connect(self) -> sqlite3.Connection:
         # Each connection is used by one thread at a time; only closing happens elsewhere, after the threads ended.
+        # Never made here: a file that vanished must not come back empty.
         connection = sqlite3.connect(
-            self._path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
+            f"{self._path.absolute().as_uri()}?mode=rw",
+            timeout=self._busy_timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
         )
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA synchronous = FULL")
@@ -201,12 +206,14 @@ def _ensure_private_file(path: Path) -> None:
     except FileNotFoundError:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            os.close(os.open(path, flags, 0o600))
+            descriptor = os.open(path, flags, 0o600)
         except FileExistsError:
             # Another process was faster. The file is not opened here: closing a descriptor of it would drop the
             # locks that other connections of this process hold.
             found = path.lstat()
         else:
+            os.fchmod(descriptor, 0o600)
+            os.close(descriptor)
             return
     if not stat.S_ISREG(found.st_mode):
         raise FailedPrecondition("The database in the state directory is not a regular file; remove what is there.")
