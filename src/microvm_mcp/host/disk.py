@@ -176,10 +176,10 @@ def allocated_bytes(path: Path) -> int:
 
 async def probe_reflink(directory: Path, source: Path | None = None) -> None:
     """Really makes a copy in `directory`, of `source` or of a small file there; NotReflinkable says why not."""
-    await asyncio.to_thread(_probe_reflink, directory, source)
+    await asyncio.to_thread(probe_reflink_now, directory, source)
 
 
-def _probe_reflink(directory: Path, source: Path | None) -> None:
+def probe_reflink_now(directory: Path, source: Path | None = None) -> None:
     token = secrets.token_hex(6)
     original, copy = (directory / f".reflink-probe-{token}-{name}" for name in "ab")
     try:
