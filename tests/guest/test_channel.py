@@ -1,4 +1,4 @@
-"""The real supervisor's end of the stream: tears, garbage, slow hosts, hosts that come back, one stream for ever."""
+"""The real supervisor's end of the stream: tears, garbage, slow hosts, and hosts that come back."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Job:
         }
         self.timeout = None if ask.timeout_s is None else Budget(ask.timeout_s, now)
         """As the caller gave it: ends what the shell left behind, too."""
-        self.longest = Budget(ask.max_s, now)
+        self.longest: Budget | None = Budget(ask.max_s, now)
         self.ending: JobState | None = None
         """Why it was killed, until its end is seen."""
 
@@ -190,7 +190,8 @@ class JobTable:
     def check_budgets(self, now: float) -> None:
         for job in self._jobs.values():
             if any(budget.due_at is not None and budget.due_at <= now for budget in job.budgets):
-                job.timeout = None
+                # Once is enough: what the kernel cannot end now it ends when it can.
+                job.timeout = job.longest = None
                 self._end(job, JobState.TIMED_OUT)
         self._leftover_groups = [group for group in self._leftover_groups if not group.remove()]
 
