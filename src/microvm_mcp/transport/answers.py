@@ -17,6 +17,9 @@ from microvm_mcp.errors import Detail, MicrovmError, RateLimited
 Header = tuple[bytes, bytes]
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def render_json(value: Mapping[str, Detail]) -> str:
     return render_result(value)[0]
 
@@ -26,7 +29,7 @@ def render_result(value: Mapping[str, Detail]) -> tuple[str, dict[str, Detail]]:
 
     A lone surrogate, which no JSON peer can read, becomes `?` in both.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = _ENCODER.encode(value)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

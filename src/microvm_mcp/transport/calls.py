@@ -1,8 +1,8 @@
-"""Calls in progress belong to the service, not to the connection that brought them.
+"""The calls in progress behind both doors, and their bounded end when the service stops.
 
-A call runs in a task of its own: the client may hang up, the server may cancel the request's task, the call ends
-by itself. At the stop of the service `drain` waits a bounded time for all of them; what is left then is cancelled,
-which must be as safe as a crash, and is told to a client that still listens.
+A call runs in the task of its request, which the server does not cancel when the client hangs up; were it
+cancelled, the service promises that what takes effect does so once and whole. At the stop `drain` waits a bounded
+time. What is left then is cut off, which must be as safe as a crash, and is told to a client that still listens.
 """
 
 from __future__ import annotations
@@ -17,52 +17,61 @@ from microvm_mcp.transport.doors import ToolService
 
 log = logging.getLogger(__name__)
 
-Result = Mapping[str, Detail]
+_CUT_S = 1.0
 
 
 class Calls:
     def __init__(self, service: ToolService) -> None:
         self._service = service
-        self._tasks: set[asyncio.Task[Result | MicrovmError]] = set()
+        self._running: set[asyncio.Task[object]] = set()
+        self._cut: set[asyncio.Task[object]] = set()
+        self._ended = asyncio.Event()
         self._stopping = False
 
-    async def invoke(self, name: str, arguments: object, principal: Principal) -> Result:
+    async def invoke(self, name: str, arguments: object, principal: Principal) -> Mapping[str, Detail]:
         """The tool's result. Raises only MicrovmError; a bug below is logged here and becomes Internal."""
         if self._stopping:
             raise Unavailable("The service is stopping; repeat the call when it is back.")
-        task = asyncio.create_task(self._run(name, arguments, principal), name="call")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # `wait` leaves the task alone when the waiting request is cancelled.
-        await asyncio.wait({task})
-        if task.cancelled():
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await self._service.invoke(name, arguments, principal)
+        except MicrovmError:
+            raise
+        except asyncio.CancelledError:
+            if task not in self._cut:
+                raise
+            # Our own cancellation has arrived where it was meant to; the request's task goes on to answer.
+            task.uncancel()
             raise OutcomeUnknown(
                 "The service stopped before this call ended, and it may have taken effect; look with vm_status, or "
                 "repeat it with the same request_id once the service is back."
-            )
-        outcome = task.result()
-        if isinstance(outcome, MicrovmError):
-            raise outcome
-        return outcome
+            ) from None
+        except Exception as error:
+            log.exception("a call crashed workspace=%s", principal.workspace)
+            raise Internal from error
+        finally:
+            self._running.discard(task)
+            self._cut.discard(task)
+            if not self._running:
+                self._ended.set()
 
     async def drain(self, deadline_s: float) -> int:
-        """Refuse further calls and wait for those in progress; the number that had to be cancelled."""
+        """Refuse further calls and wait for those in progress; the number that had to be cut off."""
         self._stopping = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=deadline_s)
-        left = list(self._tasks)
+        await self._wait(deadline_s)
+        left = list(self._running)
+        self._cut.update(left)
         for task in left:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=1.0)
+        await self._wait(_CUT_S)
         return len(left)
 
-    async def _run(self, name: str, arguments: object, principal: Principal) -> Result | MicrovmError:
-        """Errors are values here: a call that nobody waits for any more leaves no unread exception behind."""
-        try:
-            return await self._service.invoke(name, arguments, principal)
-        except MicrovmError as error:
-            return error
-        except Exception:
-            log.exception("a call crashed workspace=%s", principal.workspace)
-            return Internal()
+    async def _wait(self, deadline_s: float) -> None:
+        while self._running:
+            self._ended.clear()
+            try:
+                await asyncio.wait_for(self._ended.wait(), deadline_s)
+            except TimeoutError:
+                return

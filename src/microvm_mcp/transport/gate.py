@@ -76,23 +76,29 @@ class Gate:
 
     async def _admit(self, scope: Scope) -> None:
         """Check and rewrite the scope in place, or raise the refusal."""
-        # RFC 9110 takes blanks round a value off; not every HTTP parser does.
-        raw = [(name.lower(), value.strip(b" \t")) for name, value in scope["headers"]]
+        raw: list[Header] = []
+        sent: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"authorization": []}
         size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
-        size += sum(len(name) + len(value) + 4 for name, value in raw)
+        for given, blank in scope["headers"]:
+            # RFC 9110 takes blanks round a value off; not every HTTP parser does.
+            name, value = given.lower(), blank.strip(b" \t")
+            size += len(name) + len(value) + 4
+            if name in sent:
+                value = value if name == b"authorization" else value.lower()
+                sent[name].append(value.decode("latin-1"))
+            raw.append((name, value))
         if size > self._limits.head_bytes:
             raise HeadersTooLarge(f"Request line and headers are limited to {self._limits.head_bytes} bytes.")
-        host = _only(raw, b"host")
-        if host is None or host.lower() not in self._hosts:
+        hosts, origins = sent[b"host"], sent[b"origin"]
+        if len(hosts) != 1 or hosts[0] not in self._hosts:
             raise HostNotAllowed(
                 "The Host header is not one of this service's names; the operator lists them in allowed_hosts."
             )
-        origins = [value.decode("latin-1").lower() for name, value in raw if name == b"origin"]
         if origins and (len(origins) > 1 or origins[0] not in self._origins):
             raise OriginNotAllowed(
                 "The Origin header is not one this service accepts; the operator lists them in allowed_origins."
             )
-        scope["headers"] = [(n, v.lower() if n in {b"host", b"origin"} else v) for n, v in raw]
+        scope["headers"] = raw
         if scope["path"] == "/mcp/":
             # Not a redirect: clients drop the Authorization header or the body on one.
             scope["path"], scope["raw_path"] = "/mcp", b"/mcp"
@@ -100,22 +106,16 @@ class Gate:
             raise NotFound("There is no metadata here: access is by a bearer token that the operator issues.")
         if scope["path"] in OPEN_PATHS:
             return
-        scope["state"] = {**scope.get("state", {}), "principal": await self._authenticate(raw)}
+        scope["state"] = {**scope.get("state", {}), "principal": await self._authenticate(sent[b"authorization"])}
 
-    async def _authenticate(self, headers: list[Header]) -> Principal:
-        value = _only(headers, b"authorization")
-        scheme, _, token = (value or "").partition(" ")
+    async def _authenticate(self, values: list[str]) -> Principal:
+        scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
         token = token.strip(" ")
         if scheme.lower() != "bearer" or not _TOKEN.fullmatch(token):
             raise Unauthenticated(
                 "Send exactly one header `Authorization: Bearer TOKEN` with a token that the operator issued."
             )
         return await self._service.authenticate(token)
-
-
-def _only(headers: list[Header], name: bytes) -> str | None:
-    values = [value for key, value in headers if key == name]
-    return values[0].decode("latin-1") if len(values) == 1 else None
 
 
 class _Exchange:

@@ -40,16 +40,7 @@ def parse_json(body: bytes) -> JsonValue:
     except UnicodeDecodeError as error:
         raise _invalid(f"byte {error.start} is not UTF-8") from None
     try:
-        value = cast(
-            JsonValue,
-            json.loads(
-                text,
-                object_pairs_hook=_object,
-                parse_int=_integer,
-                parse_float=_finite,
-                parse_constant=_constant,
-            ),
-        )
+        value = cast(JsonValue, _DECODER.decode(text))
     except _Refused as error:
         raise _invalid(str(error)) from None
     except json.JSONDecodeError as error:
@@ -94,6 +85,11 @@ def _finite(text: str) -> float:
 
 def _constant(_name: str) -> NoReturn:
     raise _Refused("NaN and Infinity are not JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_finite, parse_constant=_constant
+)
 
 
 def _check_depth(value: JsonValue) -> None:

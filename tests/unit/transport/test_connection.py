@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -264,6 +265,45 @@ async def test_a_call_cut_off_at_the_end_is_told_that_its_outcome_is_unknown() -
         status, error = parsed(await call)
         assert (status, error["code"]) == (409, "outcome_unknown")
         await served.task
+
+
+@pytest.mark.parametrize("version", ["2025-06-18", "2026-07-28"])
+@pytest.mark.parametrize("let_go", [True, False])
+async def test_the_end_treats_calls_over_mcp_alike(version: str, let_go: bool) -> None:
+    meta = {
+        "io.modelcontextprotocol/protocolVersion": version,
+        "io.modelcontextprotocol/clientCapabilities": {},
+    }
+    params: dict[str, object] = {"name": "slow", "arguments": {}}
+    if version == "2026-07-28":
+        params["_meta"] = meta
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).encode()
+    async with on_loopback(SHORT) as served, asyncio.timeout(10):
+        head = served.head(
+            "POST /mcp HTTP/1.1",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            f"MCP-Protocol-Version: {version}",
+            "Mcp-Method: tools/call",
+            "Mcp-Name: slow",
+        )
+        call = asyncio.create_task(served.exchange(head + body))
+        await served.service.started.wait()
+        served.stop.set()
+        if let_go:
+            served.service.go.set()
+        result = json.loads((await call).partition(b"\r\n\r\n")[2])["result"]
+        assert result["isError"] is not let_go
+        if not let_go:
+            assert json.loads(result["content"][0]["text"])["error"]["code"] == "outcome_unknown"
+        await served.task
+
+
+def test_answers_do_not_wait_for_a_delayed_acknowledgement() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 async def test_an_address_in_use_is_an_error_that_says_so() -> None:
