@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -304,6 +305,29 @@ def test_answers_do_not_wait_for_a_delayed_acknowledgement() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+async def test_a_storm_of_bad_connections_leaves_no_token_and_no_value_in_the_logs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    mark = "LEAKMARK"
+    async with on_loopback(SHORT) as served:
+        storm = [
+            f"{mark}\r\n\r\n".encode(),
+            f"GET /{mark} HTTP/1.1\r\nHost: {mark}\r\nbad {mark}\r\n\r\n".encode(),
+            served.head(f"GET /{mark}?token={mark} HTTP/1.1", f"Origin: {mark}", token=f"{mark}-unknown"),
+            served.head("POST /mcp HTTP/1.1", f"Upgrade: {mark}", "Connection: upgrade", "Content-Length: 1"),
+            served.head("POST /v1/tools/echo HTTP/1.1", "Transfer-Encoding: chunked") + mark.encode(),
+            served.head(f"POST /v1/tools/{mark} HTTP/1.1", "Content-Length: 9", "Connection: close") + b'{"a":"b"}',
+            f"GET / HTTP/1.1\r\nX: {mark * 3000}\r\n\r\n".encode(),
+        ]
+        for data in storm:
+            assert mark.encode() not in await served.exchange(data)
+    assert caplog.records
+    for record in caplog.records:
+        assert mark not in record.getMessage()
+        assert "token-alice" not in record.getMessage()
 
 
 async def test_an_address_in_use_is_an_error_that_says_so() -> None:
