@@ -76,7 +76,10 @@ class LinkClient:
 
     async def start_job(self, job: JobRequest, *, wait_s: float, deadline_s: float) -> OutputPage:
         reply = await self._ask(
-            lambda left: translate.start_job(job, _wait(wait_s, left)), Output, deadline_s=deadline_s
+            lambda left: translate.start_job(job, _wait(wait_s, left)),
+            Output,
+            deadline_s=deadline_s,
+            of_one_supervisor=True,
         )
         return translate.output_page(reply)
 
@@ -134,16 +137,30 @@ class LinkClient:
         self._drop("the link was closed")
 
     async def _ask(
-        self, request: Callable[[float], Request], reply: type[_R], *, deadline_s: float, twice: bool = True
+        self,
+        request: Callable[[float], Request],
+        reply: type[_R],
+        *,
+        deadline_s: float,
+        twice: bool = True,
+        of_one_supervisor: bool = False,
     ) -> _R:
-        """`request` gets the seconds that are left. `twice`: it may be sent again if its first answer is lost."""
+        """`request` gets the seconds that are left. `twice`: it may be sent again if its first answer is lost.
+
+        `of_one_supervisor`: only to the one that had it first. Another, restarted meanwhile, has no memory of it
+        and would do it a second time.
+        """
         deadline = _now() + deadline_s
         sent = False
+        asked: str | None = None
         while True:
             try:
                 connection = await self._attached(deadline)
             except LinkLost as lost:
                 raise LinkLost(str(lost), sent=sent or lost.sent) from lost
+            if of_one_supervisor and sent and connection.welcome.boot_id != asked:
+                raise LinkLost("the supervisor that was asked is gone", sent=True)
+            asked = connection.welcome.boot_id
             try:
                 async with asyncio.timeout_at(deadline):
                     answer = await connection.ask(request(deadline - _now()))

@@ -45,6 +45,7 @@ class Guest:
         self.connections = 0
         self.hellos = 0
         self.deaf = False
+        self.boot_id = "1"
         self.answer: Answer = Guest.done
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -70,7 +71,7 @@ class Guest:
                 for event in session.receive(data):
                     if isinstance(event, Greeted) and not self.deaf:
                         self.hellos += 1
-                        writer.write(session.welcome(supervisor="0.1.0", boot_id="1", active_jobs=0))
+                        writer.write(session.welcome(supervisor="0.1.0", boot_id=self.boot_id, active_jobs=0))
                     elif isinstance(event, Asked):
                         self.asked.append(event.question)
                         await self.answer(self, writer, event.request, event.question)
@@ -167,6 +168,17 @@ async def test_a_lost_answer_is_asked_for_again_where_that_does_no_harm(guest: G
     guest.answer = Guest.done
     await waiting
     assert set(guest.asked) == {ForgetJob("job-1")}
+
+
+async def test_a_lost_start_is_not_asked_of_a_supervisor_that_was_restarted(guest: Guest, link: LinkClient) -> None:
+    async def restart(guest: Guest, writer: asyncio.StreamWriter, number: int, request: Request) -> None:
+        guest.boot_id = "2"
+        writer.close()
+
+    guest.answer = restart
+    job = JobRequest(JobId("job-1"), RequestId("r"), "true")
+    assert (await lost(link.start_job(job, wait_s=0, deadline_s=SOON))).sent
+    assert len(guest.asked) == 1
 
 
 async def test_a_lost_extension_is_told_as_sent_and_not_repeated(guest: Guest, link: LinkClient) -> None:
