@@ -70,7 +70,7 @@ async def build_image(request: Request, progress: Progress) -> Built:
     if request.mirror is not None:
         recipe = replace(recipe, debian=recipe.debian.at_mirror(request.mirror))
     supervisor = build_supervisor(_PACKAGE)
-    digest = inputs_digest(recipe, supervisor.sha256, _builder_digest())
+    digest = inputs_digest(recipe, supervisor.sha256, builder_digest())
     output = request.output.absolute()
     check_output(output)
     if not request.refresh and (present := _present(output, digest)):
@@ -212,7 +212,7 @@ def _present(output: Path, digest: str) -> m.Manifest | None:
     return manifest if manifest.inputs_digest == digest and m.same_sizes(output, manifest) else None
 
 
-def _builder_digest() -> str:
+def builder_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted((_PACKAGE / "imaging").glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

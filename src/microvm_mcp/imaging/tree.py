@@ -51,8 +51,8 @@ async def finish_tree(tree: Path, variant: Variant, supervisor: Supervisor) -> N
     # Empty, not absent: systemd then makes an id in memory at each boot and takes the boot for no first one.
     (tree / "etc/machine-id").write_bytes(b"")
     await _install_supervisor(tree, supervisor)
-    _set_owners_and_modes(tree)
-    _check_owners(tree)
+    set_owners_and_modes(tree)
+    check_owners(tree)
 
 
 def _empty_directories(tree: Path) -> None:
@@ -132,7 +132,7 @@ async def _install_supervisor(tree: Path, supervisor: Supervisor) -> None:
     shutil.rmtree(scratch)
 
 
-def _set_owners_and_modes(tree: Path) -> None:
+def set_owners_and_modes(tree: Path) -> None:
     for directory, names, files in os.walk(tree):
         for name in (*names, *files):
             path = Path(directory, name)
@@ -149,7 +149,7 @@ def _set_owners_and_modes(tree: Path) -> None:
     tree.chmod(0o755)
 
 
-def _check_owners(tree: Path) -> None:
+def check_owners(tree: Path) -> None:
     users, groups = _ids(tree / "etc/passwd"), _ids(tree / "etc/group")
     for directory, names, files in os.walk(tree):
         for name in (*names, *files):
