@@ -99,6 +99,7 @@ class RunningService:
     image: Path
     uid_base: int
     settings: dict[str, object] = field(default_factory=dict)
+    tables: dict[str, dict[str, object]] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -128,7 +129,10 @@ class RunningService:
         }
         lines = [f"{name} = {json.dumps(value)}" for name, value in keys.items()]
         config = self.base / "service.toml"
-        config.write_text("\n".join([*lines, "", "[listen]", f"port = {self.port}", ""]), encoding="utf-8")
+        tables: dict[str, dict[str, object]] = {"listen": {"port": self.port}, **self.tables}
+        for name, table in tables.items():
+            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+        config.write_text("\n".join([*lines, ""]), encoding="utf-8")
         return config
 
     def start(self) -> None:
