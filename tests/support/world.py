@@ -59,6 +59,7 @@ FAST = Timeouts(
     cancel_s=0.3,
     file_s=0.3,
     first_wait_s=0.2,
+    fetch_s=0.2,
     poll_s=0.5,
     poll_pause_s=0.001,
     retry_s=0.02,

@@ -35,7 +35,7 @@ async def job_output(
             "files on its disk are kept as long as the machine."
         )
     link = await machine.ready(0)
-    with machine.parked(min(wait_s, timeouts.call_s - 2)) as parked_s:
+    with machine.parked(min(wait_s, timeouts.call_s - timeouts.fetch_s)) as parked_s:
         async with _translated(machine, refused=lambda _: _unknown_to_guest(machine, job_id), changes=""):
             page = await link.job_output(
                 job_id,

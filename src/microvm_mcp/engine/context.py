@@ -34,6 +34,8 @@ class Timeouts:
     file_s: float = 20.0
     first_wait_s: float = 2.0
     """A command that ends within it is answered in one round trip; a longer one is recorded first."""
+    fetch_s: float = 2.0
+    """Left of a call for the output, once it has waited for the job's end."""
     poll_s: float = 30.0
     """How long the job watcher's request is parked in the guest."""
     poll_pause_s: float = 0.05

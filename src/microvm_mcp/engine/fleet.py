@@ -7,6 +7,7 @@ makes it true. Everything else is one machine's business. Views are pure memory.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections.abc import Iterable, Iterator
 
@@ -18,6 +19,7 @@ from microvm_mcp.engine.machine import Machine
 from microvm_mcp.engine.recovery import recover_all
 from microvm_mcp.errors import (
     Busy,
+    FailedPrecondition,
     Internal,
     InvalidArguments,
     MicrovmError,
@@ -45,6 +47,8 @@ from microvm_mcp.policy import Reservation, admit, usage
 from microvm_mcp.store import receipts as receipt_rows
 from microvm_mcp.store import vms as vm_rows
 
+logger = logging.getLogger(__name__)
+
 
 class Fleet:
     """Implements `engine.port.Engine`. `start` before the first call, `close` after the last."""
@@ -54,16 +58,28 @@ class Fleet:
         self._machines: dict[WorkspaceName, dict[VmId, Machine]] = {}
         """In order of creation within a workspace; destroyed ones stay until they are pruned."""
         self._admission = asyncio.Lock()
+        self._closing = False
 
     async def start(self) -> None:
         """Recover every machine. When it returns, each is in a stable state and nothing of ours runs unowned."""
         await self.prune()
-        for machine in await recover_all(self._context, self._build):
+        try:
+            machines = await recover_all(self._context, self._build)
+        except HostFailure as error:
+            # Names that are not free cannot be given to new machines.
+            logger.exception("recovery failed")
+            raise FailedPrecondition(
+                f"The host {error.reason}, left by an earlier service; mend what the log names and start again."
+            ) from error
+        for machine in machines:
             self._keep(machine)
 
     async def close(self) -> None:
         """Let go of all machines; VMMs run on."""
-        await asyncio.gather(*(machine.close() for machine in self._all()))
+        self._closing = True
+        async with self._admission:
+            machines = list(self._all())
+        await asyncio.gather(*(machine.close() for machine in machines))
 
     # Looking.
 
@@ -107,11 +123,13 @@ class Fleet:
                 "disk_gib", f"is less than the image's size; at least {gib} or leave it out"
             )
         async with self._admission:
+            if self._closing:
+                raise Unavailable("The service is stopping; repeat the call when it runs again.")
             await self._refuse_over_limits(request, disk_bytes)
             vm = await context.db.write(lambda tx: self._insert(tx, request, disk_bytes))
             machine = self._build(vm, [])
             self._keep(machine)
-        machine.begin_create(operations.boot)
+            machine.begin_create(operations.boot)
         return machine
 
     async def _refuse_over_limits(self, request: CreateRequest, disk_bytes: int) -> None:

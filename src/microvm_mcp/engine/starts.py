@@ -40,7 +40,7 @@ class _Unanswered(Exception):
 async def start_job(machine: Machine, request: JobRequest, *, wait_s: float) -> tuple[Job, OutputPage]:
     timeouts = machine.context.settings.timeouts
     until = deadline(timeouts.call_s)
-    link = await machine.ready(timeouts.call_s - 2 * timeouts.answer_s)
+    link = await machine.ready(timeouts.call_s - timeouts.answer_s)
     return await machine.own(_start(machine, link, request, min(wait_s, timeouts.call_s), until))
 
 
@@ -58,9 +58,11 @@ async def resolve_job(machine: Machine, job_id: JobId) -> Job | None:
             machine.distrust(error)
         except (LinkLost, GuestRefused) as error:
             logger.info("a lost start stays unknown vm=%s job=%s: %s", machine.vm.vm_id, job_id, error)
-    if job_id in book.unconfirmed or book.is_starting(job_id):
+    job = book.get(job_id)
+    # A lost one that the guest had confirmed has a receipt that is done, and is not asked for here.
+    if job is None or job.state is JobState.LOST or job_id in book.unconfirmed or book.is_starting(job_id):
         return None
-    return book.get(job_id)
+    return job
 
 
 async def _start(
@@ -81,7 +83,7 @@ async def _start(
     try:
         await _announce(machine, job, displaced)
         if displaced is not None:
-            await _forget(machine, link, displaced)
+            await _forget(machine, link, displaced, until)
         page = await _send(
             machine, link, request, min(wait_s, machine.context.settings.timeouts.first_wait_s), until
         )
@@ -104,7 +106,7 @@ async def _start(
     finally:
         machine.book.release(job.job_id, confirmed=confirmed)
     if job.state not in FINAL_JOB_STATES and left(waited_until) > 0:
-        return await _wait_for_end(machine, link, job, page, min(waited_until, until))
+        return await _wait_for_end(machine, link, job, page, left(waited_until), until)
     return job, page
 
 
@@ -156,9 +158,9 @@ async def _announce(machine: Machine, job: Job, displaced: Job | None) -> None:
     machine.book.add(job)
 
 
-async def _forget(machine: Machine, link: Link, displaced: Job) -> None:
+async def _forget(machine: Machine, link: Link, displaced: Job, until: float) -> None:
     try:
-        await link.forget_job(displaced.job_id, deadline_s=machine.context.settings.timeouts.answer_s)
+        await link.forget_job(displaced.job_id, deadline_s=_answer_s(machine, until))
     except (LinkLost, GuestRefused) as error:
         # The next report of jobs shows it again, as one without a row, and it is forgotten then.
         logger.info("record not forgotten vm=%s job=%s: %s", machine.vm.vm_id, displaced.job_id, error)
@@ -222,11 +224,11 @@ async def _take_back(machine: Machine, job: Job) -> None:
 
 
 async def _wait_for_end(
-    machine: Machine, link: Link, job: Job, page: OutputPage, until: float
+    machine: Machine, link: Link, job: Job, page: OutputPage, wait_s: float, until: float
 ) -> tuple[Job, OutputPage]:
     """The job watcher tells of the end; then the output so far is fetched once more."""
-    with machine.parked(left(until)) as wait_s:
-        await machine.book.wait_final(job.job_id, wait_s)
+    with machine.parked(min(wait_s, max(0.0, left(until) - machine.context.settings.timeouts.fetch_s))) as parked_s:
+        await machine.book.wait_final(job.job_id, parked_s)
     job = machine.book.get(job.job_id) or job
     try:
         page = await link.job_output(
@@ -235,7 +237,7 @@ async def _wait_for_end(
             stderr=0,
             limit=PAGE_BYTES,
             wait_s=0,
-            deadline_s=machine.context.settings.timeouts.answer_s,
+            deadline_s=_answer_s(machine, until),
         )
     except GuestLied as error:
         machine.distrust(error)
@@ -243,6 +245,10 @@ async def _wait_for_end(
         # The job is on record; what it wrote can be asked for again.
         logger.info("no output yet vm=%s job=%s: %s", machine.vm.vm_id, job.job_id, error)
     return job, page
+
+
+def _answer_s(machine: Machine, until: float) -> float:
+    return min(machine.context.settings.timeouts.answer_s, left(until))
 
 
 def _unknown() -> OutcomeUnknown:

@@ -312,6 +312,36 @@ async def test_a_guest_that_falls_silent_costs_its_callers_bounded_time_and_nobo
         await holds(lambda: state_of(r, job.job_id) is JobState.COMPLETED)
 
 
+async def test_a_wait_for_the_end_stays_within_the_call_though_the_guest_falls_silent(tmp_path: Path) -> None:
+    brief = replace(SETTINGS, timeouts=replace(SETTINGS.timeouts, call_s=2.5))
+    async with rig(tmp_path, settings=brief) as r:
+        vm_id = await running(r)
+        call = asyncio.create_task(r.exec(vm_id, "a", "sleep", wait_s=60))
+        await holds(lambda: bool(r.world.ran))
+        async with asyncio.timeout(2):
+            while await phase(r, "exec-a") is not ReceiptPhase.DONE:
+                await asyncio.sleep(0.01)
+        r.world.only_guest().silent = True
+        async with asyncio.timeout(2.9):
+            job, page = await call
+        assert job.state is JobState.RUNNING
+        assert page is not None
+
+
+async def test_a_lost_start_stays_unknown_through_restarts(tmp_path: Path) -> None:
+    world = World()
+    async with rig(tmp_path, world) as r:
+        vm_id = await running(r)
+        world.only_guest().silent = True
+        with pytest.raises(OutcomeUnknown):
+            await r.exec(vm_id, "a", wait_s=0)
+    for _ in range(2):
+        async with rig(tmp_path, world) as r:
+            with pytest.raises(OutcomeUnknown):
+                await r.exec(vm_id, "a", wait_s=0)
+            assert [job.state for job in r.view().jobs] == [JobState.LOST]
+
+
 async def test_a_guest_that_lies_is_ended_and_its_disk_kept(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         await r.create("other")

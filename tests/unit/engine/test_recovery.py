@@ -86,6 +86,13 @@ async def test_what_sits_under_our_names_without_a_row_is_ended(tmp_path: Path) 
         assert (world.networks, world.cgroups, world.runtime_dirs) == (set(), {}, set())
 
 
+async def test_a_service_does_not_start_over_orphans_that_it_cannot_end(tmp_path: Path) -> None:
+    world = World(networks={Slot(7)}, fails={"host.remove_network": host_full()})
+    with pytest.raises(FailedPrecondition, match="start again"):
+        async with rig(tmp_path, world):
+            pytest.fail("it started")
+
+
 async def test_a_disk_without_a_row_is_not_ours_to_remove(tmp_path: Path) -> None:
     world = World(disks={VmId("vm-unknown"): 1})
     async with rig(tmp_path, world):
