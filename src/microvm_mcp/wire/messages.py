@@ -5,10 +5,10 @@ Roles. The host asks, the supervisor answers; it pushes nothing unasked. Long wa
 Session. The host opens with HELLO: `{"nonce": 32 hex digits, "versions": [1]}`; the first 8 bytes of the nonce are
 the session tag of every later frame. WELCOME answers it: `{"nonce", "version", "supervisor", "boot_id",
 "active_jobs"}` with the highest version that both speak (each side speaks its present and its previous one), or
-ERROR `version`. A new nonce replaces the session: requests that were waiting are dropped, whole frames that were
-not yet begun are not sent; jobs are not touched. The same nonce again is answered again and changes nothing. A
-host whose hello stays unanswered repeats it behind 64 KiB of padding, which frees a supervisor that waits for the
-rest of a torn frame. The layout of frames, HELLO and WELCOME stays the same in all versions.
+ERROR `version`. A new nonce replaces the session: requests that were waiting and answers that were not sent yet
+are dropped; jobs are not touched. The same nonce again is answered again and changes nothing. A host whose hello
+stays unanswered repeats it behind 64 KiB of padding, which frees a supervisor that waits for the rest of a torn
+frame. The layout of frames, HELLO and WELCOME stays the same in all versions.
 
 Message. A REQUEST, REPLY or ERROR frame carries 4 bytes with the length of the message's data (at most 128 KiB),
 then a JSON object in UTF-8. The data follow in DATA frames of the same request id, nothing of that direction in
