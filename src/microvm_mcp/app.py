@@ -199,6 +199,9 @@ def _service_settings(settings: Settings) -> ServiceSettings:
         call_burst=settings.rate_limit.burst,
         max_job_seconds=settings.max_job_seconds,
         tools=settings.tools,
+        default_limits=settings.workspace_defaults.as_limits(),
+        receipt_hours=settings.retention.receipt_hours,
+        max_receipts=settings.retention.receipts_per_workspace,
     )
 
 
@@ -210,7 +213,12 @@ async def _local_socket(
         db,
         clock,
         stop=lambda workspace: fleet.stop_workspace(workspace, wait_s=_STOP_WORKSPACE_S),
-        about={"version": __version__, "instance": instance_id, "pid": os.getpid()},
+        about={
+            "version": __version__,
+            "instance": instance_id,
+            "pid": os.getpid(),
+            "state_dir": str(settings.state_dir),
+        },
     )
     path = socket_path(instance.RUN_DIR, instance.tag_of(instance_id))
     local = LocalSocket(path, administration.call)

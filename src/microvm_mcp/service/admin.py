@@ -97,15 +97,6 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode("ascii")).hexdigest()
 
 
-def effective_limits(own: Limits, defaults: Limits) -> Limits:
-    """A workspace's limits, with the configuration's where it has none of its own."""
-    return Limits(
-        max_vms=defaults.max_vms if own.max_vms is None else own.max_vms,
-        max_memory_mib=defaults.max_memory_mib if own.max_memory_mib is None else own.max_memory_mib,
-        max_storage_gib=defaults.max_storage_gib if own.max_storage_gib is None else own.max_storage_gib,
-    )
-
-
 async def issue_token(db: Database, request: IssueToken, *, now: float) -> Issued:
     """Register a token; the first for a name makes the workspace, a further one joins it."""
     issued = await db.write(lambda tx: _issue(tx, request, now))

@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 
 from microvm_mcp.errors import Unauthenticated
-from microvm_mcp.model import Principal, Token, Workspace
+from microvm_mcp.model import Limits, Principal, Token, Workspace
 from microvm_mcp.service.clock import Clock
 from microvm_mcp.store import tokens
 from microvm_mcp.store.database import Database
 
+NO_LIMITS = Limits()
 _MAX_TOKEN_CHARS = 512
 _MAX_CACHED = 1024
 
 
 class Authenticator:
-    def __init__(self, db: Database, clock: Clock) -> None:
+    def __init__(self, db: Database, clock: Clock, default_limits: Limits = NO_LIMITS) -> None:
+        self._default_limits = default_limits
         self._db = db
         self._clock = clock
         self._revision: int | None = None
@@ -49,7 +51,7 @@ class Authenticator:
             workspace=workspace.name,
             token_id=row.token_id,
             allow_network=workspace.allow_network,
-            limits=workspace.limits,
+            limits=effective_limits(workspace.limits, self._default_limits),
         )
 
     def _remember(self, digest: str, found: tuple[Token, Workspace], revision: int) -> None:
@@ -58,6 +60,15 @@ class Authenticator:
         if len(self._known) >= _MAX_CACHED:
             self._known.clear()
         self._known[digest] = found
+
+
+def effective_limits(own: Limits, defaults: Limits) -> Limits:
+    """A workspace's own limits, with the configuration's where it has none."""
+    return Limits(
+        max_vms=defaults.max_vms if own.max_vms is None else own.max_vms,
+        max_memory_mib=defaults.max_memory_mib if own.max_memory_mib is None else own.max_memory_mib,
+        max_storage_gib=defaults.max_storage_gib if own.max_storage_gib is None else own.max_storage_gib,
+    )
 
 
 def unauthenticated() -> Unauthenticated:

@@ -6,11 +6,11 @@ that a wait may take; `HARD_CAP_S` is the net under them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from microvm_mcp.engine.port import Engine
-from microvm_mcp.model import Principal, WorkspaceName
+from microvm_mcp.model import Limits, Principal, WorkspaceName
 from microvm_mcp.service.clock import Clock
 from microvm_mcp.service.receipts import Receipts
 
@@ -29,6 +29,12 @@ class ServiceSettings:
     """Bounds jobs without a timeout, and the timeouts that may be asked for."""
     tools: Literal["core", "all"] = "core"
     """Which tools MCP lists."""
+    default_limits: Limits = field(default_factory=Limits)
+    """Of workspaces that have none of their own."""
+    receipt_hours: int = 24
+    """How long a request id is remembered at least."""
+    max_receipts: int = 4096
+    """Per workspace; above, the oldest finished ones past that time make room."""
 
 
 @dataclass(frozen=True, slots=True)

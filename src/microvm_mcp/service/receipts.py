@@ -76,7 +76,11 @@ def key_of(workspace: WorkspaceName, tool: str, request_id: str, arguments: Argu
 
 
 class Receipts:
-    def __init__(self, db: Database, engine: Engine, clock: Clock) -> None:
+    def __init__(
+        self, db: Database, engine: Engine, clock: Clock, *, keep_hours: int = 24, max_rows: int = 4096
+    ) -> None:
+        self._keep_hours = keep_hours
+        self._max_rows = max_rows
         self._db = db
         self._engine = engine
         self._clock = clock
@@ -164,10 +168,12 @@ class Receipts:
                 raise _reused()
             return present
         now = self._clock.wall()
-        if not rows.make_room(tx, key.workspace, now=now):
+        keep_s = self._keep_hours * 3600
+        if not rows.make_room(tx, key.workspace, now=now, keep_s=keep_s, max_rows=self._max_rows):
             raise ResourceExhausted(
-                "This workspace has 4096 request ids that must be kept for 24 hours; try again when the oldest "
-                "are older."
+                f"This workspace has {self._max_rows} request ids that must be kept for {self._keep_hours} hours; "
+                "try again when the oldest are older.",
+                details={"limit": "request_ids", "allowed": self._max_rows, "kept_hours": self._keep_hours},
             )
         receipt = Receipt(
             workspace=key.workspace,

@@ -32,11 +32,13 @@ class UnknownTool(NotFound):
 class Service:
     def __init__(self, db: Database, engine: Engine, settings: ServiceSettings, clock: Clock) -> None:
         self.settings = settings
-        self.auth = Authenticator(db, clock)
+        self.auth = Authenticator(db, clock, settings.default_limits)
         self._engine = engine
         self._clock = clock
         self._limiter = RateLimiter(per_second=settings.calls_per_second, burst=settings.call_burst)
-        self._receipts = Receipts(db, engine, clock)
+        self._receipts = Receipts(
+            db, engine, clock, keep_hours=settings.receipt_hours, max_rows=settings.max_receipts
+        )
 
     def tools(self) -> tuple[catalog.Tool, ...]:
         """What MCP lists."""

@@ -20,7 +20,7 @@ from microvm_mcp.errors import (
     Unavailable,
 )
 from microvm_mcp.model import Limits, WorkspaceName
-from microvm_mcp.service.admin import Administration, digest_of, effective_limits, new_token
+from microvm_mcp.service.admin import Administration, digest_of, new_token
 from microvm_mcp.service.auth import Authenticator
 from microvm_mcp.store import tokens, workspaces
 from microvm_mcp.store.database import Database
@@ -267,5 +267,7 @@ async def test_unknown_methods_and_parameters_are_refused(desk: Desk) -> None:
             await desk.admin.call("ping", params)
 
 
-def test_limits_that_a_workspace_lacks_are_the_configured_ones() -> None:
-    assert effective_limits(Limits(1, None, None), Limits(5, 6, None)) == Limits(1, 6, None)
+async def test_limits_that_a_workspace_lacks_are_the_configured_ones(desk: Desk) -> None:
+    token, _ = await desk.issue(max_vms=1)
+    auth = Authenticator(desk.db, desk.clock, Limits(max_vms=5, max_memory_mib=6))
+    assert (await auth.authenticate(token)).limits == Limits(max_vms=1, max_memory_mib=6)
