@@ -328,9 +328,7 @@ async def test_a_supervisor_that_starts_anew_ends_what_the_last_one_left(supervi
 def test_the_supervisor_is_small_and_imports_little(supervisor: RunningSupervisor) -> None:
     stream = supervisor.connect()
     stream.close()
-    status = Path(f"/proc/{supervisor.process.pid}/status").read_text()
-    resident_kib = int(status.split("VmRSS:")[1].split()[0])
-    assert resident_kib < 25 * 1024
+    assert _resident_kib(supervisor) < 25 * 1024
 
 
 def test_it_needs_nothing_but_the_standard_library() -> None:
@@ -345,3 +343,19 @@ def test_it_needs_nothing_but_the_standard_library() -> None:
     assert not loaded & heavy
     ours = {name for name in loaded if name.startswith("microvm_mcp.")}
     assert all(name.startswith(("microvm_mcp.guest", "microvm_mcp.wire")) for name in ours)
+
+
+async def test_finished_jobs_cost_the_supervisor_no_memory(supervisor: RunningSupervisor, link: LinkClient) -> None:
+    for number in range(100):
+        page = await run(link, "head -c 300000 /dev/zero; echo end", number=number)
+        await over(link, page.report.job_id)
+    assert _resident_kib(supervisor) < 25 * 1024
+    page = await link.job_output(JobId("job-7"), stdout=300_000, stderr=0, limit=9, wait_s=0, deadline_s=SOON)
+    assert page.stdout.data == b"end\n"
+    await link.forget_job(JobId("job-7"), deadline_s=SOON)
+    assert not (supervisor.base / "state/jobs/job-7").exists()
+
+
+def _resident_kib(supervisor: RunningSupervisor) -> int:
+    status = Path(f"/proc/{supervisor.process.pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0])

@@ -11,10 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 
+_LOG = "output.log"
+_KEPT = "kept"
+
 
 class JobLog:
     def __init__(self, directory: str, limit: int) -> None:
-        self.path = f"{directory}/output.log"
+        self.path = f"{directory}/{_LOG}"
+        self.kept_path = f"{directory}/{_KEPT}"
+        """Where the kept output of a job that is over may be put; root's alone."""
         self._directory = directory
         self._left = limit
         self._fd = -1
@@ -50,7 +55,8 @@ class JobLog:
 
 def remove_log(directory: str) -> None:
     """Nothing else is ever in it, and nobody but root can put it there."""
-    with contextlib.suppress(OSError):
-        os.unlink(f"{directory}/output.log")
+    for name in (_LOG, _KEPT):
+        with contextlib.suppress(OSError):
+            os.unlink(f"{directory}/{name}")
     with contextlib.suppress(OSError):
         os.rmdir(directory)

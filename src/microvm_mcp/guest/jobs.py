@@ -248,6 +248,7 @@ class JobTable:
         self._poller.remove(group.events_fd)
         job.group = None
         job.log.close()
+        job.retained.move_to_file(job.log.kept_path)
         self._remove_group(group)
         self.generation += 1
 
