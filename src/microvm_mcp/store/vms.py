@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
-from microvm_mcp.errors import Conflict, NotFound
+from microvm_mcp.errors import Conflict, NotFound, PermissionDenied
 from microvm_mcp.model import Failure, IdleMode, Network, Slot, Vm, VmId, VmState, WorkspaceName
 
 _PLAIN_COLUMNS = (
@@ -74,7 +74,16 @@ class StaleState(Exception):
 
 
 def insert(tx: sqlite3.Connection, vm: Vm) -> None:
-    """Conflict if a machine of that workspace which is not destroyed has the name."""
+    """Conflict if a machine of that workspace which is not destroyed has the name.
+
+    PermissionDenied if the workspace is revoked: a call that was let in just before must not add a machine behind
+    the back of whoever ends them all.
+    """
+    revoked = tx.execute(
+        "SELECT 1 FROM workspaces WHERE name = ? AND revoked_at IS NOT NULL", (vm.workspace,)
+    ).fetchone()
+    if revoked is not None:
+        raise PermissionDenied("This workspace is revoked; the operator issues tokens for another one.")
     if vm.name is not None:
         _refuse_taken_name(tx, vm.workspace, vm.name, but=vm.vm_id)
     values = {

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from microvm_mcp.errors import Conflict, NotFound
+from microvm_mcp.errors import Conflict, NotFound, PermissionDenied
 from microvm_mcp.model import Failure, Slot, VmId, VmState
-from microvm_mcp.store import jobs, vms
+from microvm_mcp.store import jobs, vms, workspaces
 from microvm_mcp.store.database import Database
 from tests.unit.store.rows import DEMO, OTHER, a_vm, add_job, add_vm, add_workspaces
 
@@ -157,6 +157,15 @@ async def test_the_smallest_free_slot_is_taken_and_a_freed_one_again(db: Databas
     assert await db.read(lambda tx: vms.take_slot(tx, 4)) is None
     await db.write(lambda tx: vms.change(tx, a_vm(0).vm_id, slot=None))
     assert await db.read(lambda tx: vms.take_slot(tx, 4)) == Slot(0)
+
+
+async def test_a_revoked_workspace_gets_no_further_machine(db: Database) -> None:
+    await db.write(lambda tx: add_vm(tx, 1))
+    await db.write(lambda tx: workspaces.revoke(tx, DEMO, now=5.0))
+    with pytest.raises(PermissionDenied, match="revoked"):
+        await db.write(lambda tx: add_vm(tx, 2))
+    await db.write(lambda tx: add_vm(tx, 3, workspace=OTHER))
+    assert [vm.vm_id for vm in await db.read(vms.retained)] == [a_vm(1).vm_id, a_vm(3).vm_id]
 
 
 async def test_a_slot_never_belongs_to_two_machines(db: Database) -> None:
