@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from tests.support import needs
+from tests.support import leaks, needs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,3 +33,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if name in required or "all" in required:
                 pytest.fail(f"needs {name}: {reason}", pytrace=False)
             pytest.skip(f"needs {name}: {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Set up before and torn down after every other fixture of the run."""
+    volume = os.environ.get("MICROVM_TEST_DIR")
+    directories = [tmp_path_factory.getbasetemp(), *([Path(volume)] if volume else [])]
+    before = leaks.look(directories)
+    yield
+    left = leaks.left_behind(before, directories)
+    if left:
+        pytest.fail("left behind: " + "; ".join(left), pytrace=False)

@@ -187,7 +187,9 @@ async def test_another_start_time_is_another_process(here: Place) -> None:
     assert process.adopt(launched.pid, launched.started_ticks + 1, here.runtime_dir / "output") is None
     assert process.adopt(1 << 30, 1, here.runtime_dir / "output") is None
     assert process.started_ticks_of(launched.pid) == launched.started_ticks
-    launched.close()
+    launched.signal(signal.SIGKILL)
+    await launched.wait()
+    assert process.started_ticks_of(launched.pid) is None
 
 
 async def test_a_cancelled_launch_leaves_no_process(here: Place) -> None:

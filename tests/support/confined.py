@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from microvm_mcp.host import cgroup, network
+from tests.support import leaks
 
 UID = 3_900_000_000
 """Far from any range that a service of this host would use."""
@@ -29,6 +30,7 @@ class Place:
 
 async def make_place(slot: int = 0, *, tag: str | None = None) -> Place:
     tag = tag or secrets.token_hex(4)
+    leaks.claim(tag)
     unit, uid = f"mvm-{tag}-{slot}", UID + slot
     mount = cgroup.find_mount()
     assert mount is not None
