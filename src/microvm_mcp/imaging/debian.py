@@ -27,8 +27,9 @@ _LIST_PACKAGES = (
 )
 # Where no maintainer script runs, nobody else compiles the standard library, and each start would.
 _COMPILE_PYTHON = (
-    'if [ -x "$1"/usr/bin/python3 ]; then'
-    ' chroot "$1" /usr/bin/python3 -I -S -m compileall -q --invalidation-mode unchecked-hash /usr/lib/python3*; fi'
+    'for library in "$1"/usr/lib/python3.*; do [ -d "$library" ] || continue;'
+    ' chroot "$1" /usr/bin/python3 -I -S -m compileall -q --invalidation-mode unchecked-hash "${library#"$1"}"'
+    " || exit 1; done"
 )
 _LEFT_OUT = (
     *("path-exclude=/usr/share/man/*", "path-exclude=/usr/share/info/*", "path-exclude=/usr/share/locale/*"),
@@ -64,7 +65,7 @@ async def fetch_tree(
             *("mmdebstrap", "--mode=root", "--format=tar", f"--architectures={debian.architecture}"),
             *(f"--variant={'apt' if install else 'extract'}", f"--include={','.join(packages)}"),
             *(f"--dpkgopt={option}" for option in _LEFT_OUT),
-            *(() if install else (f"--extract-hook={_LIST_PACKAGES}", f"--customize-hook={_COMPILE_PYTHON}")),
+            *(() if install else (f"--extract-hook={_LIST_PACKAGES}", f"--extract-hook={_COMPILE_PYTHON}")),
             *(debian.suite, str(scratch / entry), str(sources)),
         ]
         environment = {**client_environment(), "TMPDIR": str(scratch)}

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from microvm_mcp.imaging.recipe import Debian, Recipe
 
-_TREE_SCHEMA = 1
+_TREE_SCHEMA = {"installed": 1, "unpacked": 3}
 """Raised when `debian.py` makes another tree of the same packages."""
 
 
@@ -37,8 +37,9 @@ def inputs_digest(recipe: Recipe, supervisor_sha256: str, builder_sha256: str) -
 
 
 def tree_digest(debian: Debian, packages: Iterable[str], *, install: bool) -> str:
+    kind = "installed" if install else "unpacked"
     return _digest(
-        {"schema": _TREE_SCHEMA, "debian": _debian(debian), "packages": sorted(packages), "install": install}
+        {"kind": kind, "schema": _TREE_SCHEMA[kind], "debian": _debian(debian), "packages": sorted(packages)}
     )
 
 
