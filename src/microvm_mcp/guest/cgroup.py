@@ -43,6 +43,8 @@ class Group:
 
     @property
     def process_count(self) -> int:
+        if not self.populated:
+            return 0
         with open(f"{self.path}/cgroup.procs", "rb") as file:
             return sum(1 for _ in file)
 
@@ -84,9 +86,9 @@ class Group:
 
 def open_user_subtree(root: str) -> Group:
     """The group `user` below `root`, empty and thawed: what an earlier supervisor left in it is ended."""
-    _enable_pids(root)
+    _enable_controllers(root)
     user = Group(f"{root}/user")
-    _enable_pids(user.path)
+    _enable_controllers(user.path)
     user.kill()
     user.freeze(on=False)
     deadline = time.monotonic() + _CLEAR_S
@@ -135,10 +137,11 @@ def _mount_point() -> str:
     raise SystemExit("no cgroup v2 hierarchy is mounted in this guest")
 
 
-def _enable_pids(path: str) -> None:
-    """Where the controller exists; a hybrid hierarchy has none."""
-    with contextlib.suppress(OSError):
-        _write(f"{path}/cgroup.subtree_control", "+pids")
+def _enable_controllers(path: str) -> None:
+    """Where they exist; a hybrid hierarchy has none. `cpu` makes jobs share by the job, not by the process."""
+    for name in ("pids", "cpu"):
+        with contextlib.suppress(OSError):
+            _write(f"{path}/cgroup.subtree_control", f"+{name}")
 
 
 def _write(path: str, text: str) -> None:

@@ -101,7 +101,10 @@ class JobTable:
         self.generation = 0
         self.frozen = False
         self._jobs: dict[str, Job] = {}
+        self._live: dict[str, Job] = {}
+        """Those with a group: what every turn of the loop looks at, records of the past not."""
         self._by_pid: dict[int, tuple[Job, int]] = {}
+        self._finished: list[Job] = []
         self._leftover_groups: list[Group] = []
         self._user = user
         self._poller = poller
@@ -112,7 +115,7 @@ class JobTable:
 
     @property
     def active(self) -> list[str]:
-        return [job.job_id for job in self._jobs.values() if not job.over]
+        return [job.job_id for job in self._live.values() if not job.over]
 
     def all(self) -> list[Job]:
         return list(self._jobs.values())
@@ -150,7 +153,7 @@ class JobTable:
         finally:
             os.close(cwd_fd)
         job = Job(ask, spawned, group, log, now)
-        self._jobs[job.job_id] = job
+        self._jobs[job.job_id] = self._live[job.job_id] = job
         self._by_pid[job.pid] = (job, decoded_ns)
         for fd in job.pipes:
             self._poller.add(fd, READABLE, self._drainer(job, fd))
@@ -168,7 +171,8 @@ class JobTable:
             # Of an earlier boot: the record is gone, the file is not.
             remove_log(f"{self._jobs_dir}/{job_id}")
             return
-        if not job.over or job.group is not None:
+        self._settle(job)
+        if job.group is not None:
             raise Refusal(ErrorCode.BUSY, f"{job_id} still has processes; cancel it first")
         del self._jobs[job_id]
         job.log.remove()
@@ -187,25 +191,33 @@ class JobTable:
                 job.service_time_us = (time.monotonic_ns() - decoded_ns) // 1000
                 self._finish(job, os.waitstatus_to_exitcode(status))
 
+    def settle_finished(self) -> bool:
+        """After the answers are on their way: a caller waits for the end of its job, not for our housekeeping."""
+        finished, self._finished = self._finished, []
+        for job in finished:
+            self._settle(job)
+        return bool(finished)
+
     def check_budgets(self, now: float) -> None:
-        for job in self._jobs.values():
+        for job in list(self._live.values()):
             if any(budget.due_at is not None and budget.due_at <= now for budget in job.budgets):
                 # Once is enough: what the kernel cannot end now it ends when it can.
                 job.timeout = job.longest = None
                 self._end(job, JobState.TIMED_OUT)
-        self._leftover_groups = [group for group in self._leftover_groups if not group.remove()]
+        if self._leftover_groups:
+            self._leftover_groups = [group for group in self._leftover_groups if not group.remove()]
 
     def next_due(self) -> float | None:
-        dues = [budget.due_at for job in self._jobs.values() for budget in job.budgets]
+        dues = [budget.due_at for job in self._live.values() for budget in job.budgets]
         return min((due for due in dues if due is not None), default=None)
 
     def stop_budgets(self, now: float) -> None:
-        for job in self._jobs.values():
+        for job in self._live.values():
             for budget in job.budgets:
                 budget.stop(now)
 
     def resume_budgets(self, now: float) -> None:
-        for job in self._jobs.values():
+        for job in self._live.values():
             for budget in job.budgets:
                 budget.resume(now)
 
@@ -235,7 +247,7 @@ class JobTable:
         job.state = job.ending if job.ending is not None and killed_by_us else JobState.COMPLETED
         job.finished_at = time.time()
         self.generation += 1
-        self._settle(job)
+        self._finished.append(job)
 
     def _settle(self, job: Job) -> None:
         """Let go of the group once the shell is reaped and nothing of it is left."""
@@ -247,6 +259,7 @@ class JobTable:
             self._close_pipe(job, fd)
         self._poller.remove(group.events_fd)
         job.group = None
+        del self._live[job.job_id]
         job.log.close()
         job.retained.move_to_file(job.log.kept_path)
         self._remove_group(group)

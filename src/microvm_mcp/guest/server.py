@@ -102,6 +102,8 @@ class Supervisor:
             now = time.monotonic()
             self._jobs.check_budgets(now)
             self._look_again(now)
+            if self._jobs.settle_finished():
+                self._look_again(now)
 
     def _patience(self) -> float | None:
         dues = [parked.deadline for parked in self._parked if parked.deadline is not None]

@@ -28,14 +28,14 @@ class LocalError(Exception):
 
 def encode_json(document: object) -> bytes:
     try:
-        return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return _ENCODER.encode(document).encode()
     except ValueError as error:
         raise LocalError("a value cannot be written as JSON in UTF-8") from error
 
 
 def decode_json(raw: bytes) -> object:
     try:
-        value: object = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value: object = _DECODER.decode(raw.decode())
     except (ValueError, RecursionError) as error:
         raise WireError("control payload is not JSON") from error
     return value
@@ -118,3 +118,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(name)
+
+
+# Made once: under software emulation making them costs as much as a small document.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
