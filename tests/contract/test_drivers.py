@@ -14,7 +14,7 @@ import pytest
 from microvm_mcp.host import cgroup, disk
 from microvm_mcp.vmm.driver import BootSpec, Driver, SnapshotPaths
 from tests.contract.driver_suite import DriverSuite, Rig, make_golden
-from tests.support import xfs
+from tests.support import leaks, xfs
 from tests.support.confined import make_place, remove_place
 from tests.support.fake_driver import FakeDriver
 from tests.support.tiny import MAC, copy_disk, emulated, tiny_spec
@@ -47,7 +47,7 @@ def _fresh(rig: Rig) -> Rig:
 @pytest.fixture(scope="module")
 def fake_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     store = tmp_path_factory.mktemp("store")
-    runtime_dir = Path(tempfile.mkdtemp(prefix="fake-"))
+    runtime_dir = Path(tempfile.mkdtemp(prefix=leaks.temporary_prefix(), dir="/tmp"))
     for name in ("disk", "kernel"):
         (store / name).touch()
     spec = BootSpec(

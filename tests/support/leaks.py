@@ -20,7 +20,6 @@ from pathlib import Path
 from microvm_mcp.host import cgroup, instance, network
 
 _claimed: set[str] = set()
-_TEMPORARY = re.compile(r"(?:mvm-[0-9a-f]{8}-\d+-|microvm-probe-|fake-)\w+")
 SETTLE_S = 10.0
 """A VMM that was just killed is reaped, and its namespace taken apart, a moment later."""
 
@@ -28,6 +27,11 @@ SETTLE_S = 10.0
 def claim(tag: str) -> None:
     """Whatever carries this instance tag belongs to this run."""
     _claimed.add(tag)
+
+
+def temporary_prefix() -> str:
+    """For directories in /tmp whose path has to be short."""
+    return f"mvm-test-{os.getpid()}-"
 
 
 def look(directories: Iterable[Path]) -> Counter[str]:
@@ -40,7 +44,8 @@ def look(directories: Iterable[Path]) -> Counter[str]:
         found.update(_of_instance(tag))
     found.update(_mounts(below))
     found.update(_loops(below))
-    found.update(f"temporary {path}" for path in Path("/tmp").iterdir() if _TEMPORARY.fullmatch(path.name))
+    prefixes = (temporary_prefix(), *(instance.unit_prefix(tag) for tag in tags))
+    found.update(f"temporary {path}" for path in Path("/tmp").iterdir() if path.name.startswith(prefixes))
     found.update(_children())
     found.update(_descriptors())
     return found

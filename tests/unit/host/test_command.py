@@ -28,7 +28,7 @@ def _written(path: Path) -> bool:
 async def _until(condition: Callable[[], bool]) -> None:
     """Polled every 10 ms, for 10 s: there is no event for what another process does to a file or to itself."""
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 
