@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from microvm_mcp.host import cgroup, network, process
+from tests.support import xfs
 from tests.support.confined import Place, inode, look_at, place
 
 pytestmark = pytest.mark.needs("root", "netns", "cgroup2")
@@ -93,6 +94,18 @@ async def test_a_launched_program_sees_little_of_the_host(here: Place) -> None:
     assert int(rest.split()[0]) <= 4
     assert "cannot touch '/tmp/x'" in rest
     assert "cannot touch '/dev/x'" in rest
+
+
+async def test_it_keeps_nothing_mounted_that_the_host_unmounts(here: Place, tmp_path: Path) -> None:
+    odd = tmp_path / "with blank"
+    odd.mkdir()
+    with xfs.mounted(odd):
+        launched = await process.launch(plan(here, *SLEEP), timeout_s=20)
+        mounts = Path(f"/proc/{launched.pid}/mountinfo").read_text()
+        assert not [line for line in mounts.splitlines() if line.split()[4].startswith("/tmp/")]
+    launched.signal(signal.SIGKILL)
+    async with asyncio.timeout(20):
+        await launched.wait()
 
 
 async def test_a_private_device_belongs_to_the_programs_user_alone(here: Place) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # `typing` would be a quarter of the start-up time
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x04000000, 0x08000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_SLAVE = 1, 2, 4, 8, 16384, 1 << 19
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
-CLOSE_RANGE_CLOEXEC = 4
+MNT_DETACH, CLOSE_RANGE_CLOEXEC = 2, 4
 ENODEV, EINVAL = 19, 22
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
@@ -94,8 +94,12 @@ def park(fd: int) -> int:
 def shrink_view(plan: Plan) -> None:
     """Own mount table: empty directories over what the program has no business in, a /dev with what it needs."""
     call("unshare", CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS)
-    # Slave, not private: when the host unmounts something, no copy of that mount stays behind in here.
+    # Slave: what happens in here stays in here, and what the host unmounts goes in here too, where its mounts are
+    # shared. Where they are private our copies would keep it mounted, so those below hidden directories are let go.
     call("mount", b"none", b"/", b"none", MS_REC | MS_SLAVE, 0)
+    for point in reversed(mount_points()):
+        if any(point == path or point.startswith(path + "/") for path in plan["hidden"]):
+            let_go(point)
     for path in plan["hidden"]:
         if stat.S_ISDIR(kind(path)):
             flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
@@ -109,6 +113,21 @@ def shrink_view(plan: Plan) -> None:
             os.chown(path, plan["uid"], plan["gid"])
         else:
             os.chmod(path, 0o666)  # noqa: S103, PTH101 - as on every host, and the umask is not to thin it
+
+
+def mount_points() -> list[str]:
+    """In the order in which they were mounted over each other."""
+    with open("/proc/self/mountinfo") as mounts:
+        fields = [line.split()[4] for line in mounts]
+    return [field.encode().decode("unicode_escape").encode("latin-1").decode() for field in fields]
+
+
+def let_go(mount_point: str) -> None:
+    try:
+        call("umount2", mount_point.encode(), MNT_DETACH)
+    except OSError as error:
+        if error.errno != EINVAL:  # it went with what it was mounted on
+            raise
 
 
 def kind(path: str) -> int:
