@@ -54,8 +54,23 @@ def door_name(request: pytest.FixtureRequest) -> DoorName:
 
 @pytest_asyncio.fixture
 async def door(service: RunningService, token: str, door_name: DoorName) -> AsyncIterator[Door]:
-    async with open_door(door_name, service.url, token) as it:
-        yield it
+    """Opened and closed in one task: the SDK's client insists on that, and fixtures are finished in another."""
+    opened: asyncio.Future[Door] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def hold() -> None:
+        async with open_door(door_name, service.url, token) as it:
+            opened.set_result(it)
+            await done.wait()
+
+    holder = asyncio.create_task(hold())
+    while not opened.done() and not holder.done():
+        await asyncio.wait({holder}, timeout=0.01)
+    if not opened.done():
+        await holder
+    yield opened.result()
+    done.set()
+    await holder
 
 
 @pytest.fixture(scope="session")

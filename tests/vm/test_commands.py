@@ -45,7 +45,7 @@ async def test_python_git_and_node_of_the_image_work(door: Door, vm: str) -> Non
         "set -e; rm -rf r; git init -q r; cd r;"
         " git -c user.name=u -c user.email=u@e commit -q --allow-empty -m one; git log --oneline | wc -l;"
         " node -e 'console.log(6*7)'; npm --version >/dev/null; pnpm --version >/dev/null;"
-        " python3 -m venv v >/dev/null; v/bin/python -c 'print(6*7)'; id -un; pwd"
+        " python3 -m venv --without-pip v; v/bin/python -c 'print(6*7)'; id -un; pwd"
     )
     answer = await execute(door, vm, command)
     if answer["state"] == "running":
