@@ -205,30 +205,37 @@ async def test_revoked_workspace_is_stopped_and_its_tokens_are_dead(own_service:
         assert refused.value.code == "unauthenticated"
 
 
+def refused_start(config: Path) -> str:
+    """What `serve` says on stderr where it must not start."""
+    argv = [COMMAND, "serve", "--config", config]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def other_config(service: RunningService, *lines: str, uid_base: int) -> Path:
+    """The service's own configuration with another state directory beside it, other users, and `lines` before."""
+    text = (service.base / "service.toml").read_text()
+    text = text.replace(str(service.state_dir), str(service.base / "other"))
+    text = text.replace(f"uid_base = {service.uid_base}", f"uid_base = {uid_base}")
+    path = service.base / "other.toml"
+    path.write_text("\n".join([*lines, text]))
+    return path
+
+
 def test_second_service_on_one_state_directory_is_refused(service: RunningService) -> None:
-    done = subprocess.run(
-        [COMMAND, "serve", "--config", service.base / "service.toml"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    assert str(service.state_dir) in done.stderr
+    assert str(service.state_dir) in refused_start(service.base / "service.toml")
 
 
-def test_image_that_does_not_match_its_digest_is_refused(tmp_path: Path, service: RunningService) -> None:
-    config = (service.base / "service.toml").read_text()
-    other = config.replace(str(service.state_dir), str(tmp_path / "state"))
-    (tmp_path / "service.toml").write_text(f'image_sha256 = "{"0" * 64}"\n' + other)
-    done = subprocess.run(
-        [COMMAND, "serve", "--config", tmp_path / "service.toml"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    assert "digest" in done.stderr.lower() or "sha" in done.stderr.lower()
+def test_second_instance_with_users_of_the_first_is_refused(service: RunningService) -> None:
+    said = refused_start(other_config(service, uid_base=service.uid_base + 100))
+    assert service.tag in said
+    assert "uid_base" in said
+
+
+def test_image_that_does_not_match_its_digest_is_refused(service: RunningService) -> None:
+    config = other_config(service, f'image_sha256 = "{"0" * 64}"', uid_base=service.uid_base + 500_000)
+    said = refused_start(config)
+    assert "image_sha256" in said
+    assert "digest" in said
