@@ -147,9 +147,8 @@ class Job:
 
 
 class ReceiptPhase(StrEnum):
-    """accepted: nothing was sent, a retry may run. sent: unknown if lost. done: replay `result`."""
+    """No receipt: nothing was sent, a retry runs. sent: unknown if lost. done: answered from the ids."""
 
-    ACCEPTED = "accepted"
     SENT = "sent"
     DONE = "done"
 
@@ -267,6 +266,18 @@ class JobsReport:
 
 
 # What crosses between service and engine.
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptClaim:
+    """What a request says of itself besides its id, for the transaction in which it takes effect."""
+
+    tool: str
+    arguments_digest: str
+    keep_s: int = 86_400
+    """Receipts younger than that are never dropped to make room."""
+    max_rows: int = 4096
+    """Per workspace."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A fleet on the fake world with a real store: what the service would do around the engine, in a few lines.
 
-`Rig` is one life of the service. Requests go through receipts the way the service does it: an accepted one runs, a
-sent one is resolved, a done one is looked up.
+`Rig` is one life of the service. Requests go through receipts the way the service does it: one without runs, a sent
+one is resolved, a done one is looked up.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from microvm_mcp.model import (
     MachineView,
     OutputPage,
     Receipt,
+    ReceiptClaim,
     ReceiptPhase,
     RequestId,
     VmId,
@@ -37,6 +38,7 @@ from tests.support.world import SETTINGS, Life, World
 
 WORKSPACE = WorkspaceName("w")
 OTHER = WorkspaceName("other")
+CLAIM = ReceiptClaim("t", "d")
 
 
 @dataclass
@@ -46,18 +48,6 @@ class Rig:
     life: Life
     fleet: Fleet
     settings: EngineSettings
-
-    async def accept(self, request_id: str) -> Receipt:
-        """The receipt of a call as it is before the engine is asked: made if there is none."""
-
-        def accept(tx: sqlite3.Connection) -> Receipt:
-            found = receipt_rows.get(tx, WORKSPACE, RequestId(request_id))
-            if found is None:
-                found = Receipt(WORKSPACE, RequestId(request_id), "t", "d", ReceiptPhase.ACCEPTED, 1.0)
-                receipt_rows.insert(tx, found)
-            return found
-
-        return await self.db.write(accept)
 
     async def receipt(self, request_id: str) -> Receipt | None:
         return await self.db.read(lambda tx: receipt_rows.get(tx, WORKSPACE, RequestId(request_id)))
@@ -71,13 +61,13 @@ class Rig:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         disk_bytes: int | None = None,
     ) -> MachineView:
-        receipt = await self.accept(f"create-{name}")
-        if receipt.phase is ReceiptPhase.DONE and receipt.vm_id is not None:
+        receipt = await self.receipt(f"create-{name}")
+        if receipt is not None and receipt.vm_id is not None:
             return await self.fleet.settle(WORKSPACE, receipt.vm_id, wait_s=wait_s)
         request = CreateRequest(
             vm_id=VmId(f"vm-{name}"),
             workspace=WORKSPACE,
-            request_id=receipt.request_id,
+            request_id=RequestId(f"create-{name}"),
             limits=limits,
             memory_mib=memory_mib,
             vcpus=1,
@@ -86,16 +76,17 @@ class Rig:
             idle_seconds=300,
             idle_mode="hibernate",
         )
-        return await self.fleet.create(request, wait_s=wait_s)
+        return await self.fleet.create(request, CLAIM, wait_s=wait_s)
 
     async def exec(
         self, vm_id: VmId, name: str, command: str = "true", *, wait_s: float = 1.0
     ) -> tuple[Job, OutputPage | None]:
-        receipt = await self.accept(f"exec-{name}")
-        if receipt.phase is ReceiptPhase.ACCEPTED:
+        receipt = await self.receipt(f"exec-{name}")
+        if receipt is None:
             # A new attempt has a new id, as in the service.
-            request = JobRequest(JobId(f"job-{name}-{len(self.life.trace)}"), receipt.request_id, command)
-            return await self.fleet.start_job(WORKSPACE, vm_id, request, wait_s=wait_s)
+            request_id = RequestId(f"exec-{name}")
+            request = JobRequest(JobId(f"job-{name}-{len(self.life.trace)}"), request_id, command)
+            return await self.fleet.start_job(WORKSPACE, vm_id, request, CLAIM, wait_s=wait_s)
         assert receipt.job_id is not None
         job = (
             await self.fleet.job(WORKSPACE, vm_id, receipt.job_id)

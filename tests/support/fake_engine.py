@@ -1,6 +1,6 @@
 """An engine in memory, for tests of the service and the doors: the port's promises without a machine.
 
-Receipts are moved in the real database as the port says. Commands are a small script language:
+Receipts are kept in the real database as the port says. Commands are a small script language:
 
     echo TEXT | err TEXT | exit N       output on either stream, exit status
     bytes HEX | flood N                 raw bytes; N bytes on stdout with the middle forgotten
@@ -30,6 +30,7 @@ from microvm_mcp.model import (
     JobState,
     MachineView,
     OutputPage,
+    ReceiptClaim,
     ReceiptPhase,
     RequestId,
     Slot,
@@ -97,7 +98,7 @@ class FakeEngine:
         alive = [vm_id for vm_id in ids if self._vms[vm_id].vm.state is not VmState.DESTROYED]
         return [self.view(workspace, vm_id) for vm_id in alive[:limit]], len(alive) > limit
 
-    async def create(self, request: CreateRequest, *, wait_s: float) -> MachineView:
+    async def create(self, request: CreateRequest, receipt: ReceiptClaim, *, wait_s: float) -> MachineView:
         mine = [
             machine.vm
             for machine in self._vms.values()
@@ -107,17 +108,7 @@ class FakeEngine:
             raise ResourceExhausted("The workspace's quota of VMs is used up.", details={"max_vms": len(mine)})
         if request.name is not None and any(vm.name == request.name for vm in mine):
             raise Conflict("A VM of this workspace has that name; choose another one.")
-        await self._db.write(
-            lambda tx: receipts.set_phase(
-                tx,
-                request.workspace,
-                request.request_id,
-                expect=ReceiptPhase.ACCEPTED,
-                to=ReceiptPhase.DONE,
-                now=self._clock.wall(),
-                vm_id=request.vm_id,
-            )
-        )
+        await self._claim(request.workspace, request.request_id, receipt, ReceiptPhase.DONE, request.vm_id)
         now = self._clock.wall()
         vm = Vm(
             vm_id=request.vm_id,
@@ -155,7 +146,7 @@ class FakeEngine:
         return self.view(workspace, vm_id)
 
     async def start_job(
-        self, workspace: WorkspaceName, vm_id: VmId, job: JobRequest, *, wait_s: float
+        self, workspace: WorkspaceName, vm_id: VmId, job: JobRequest, receipt: ReceiptClaim, *, wait_s: float
     ) -> tuple[Job, OutputPage]:
         machine = self._running(workspace, vm_id)
         if self.before_start is not None:
@@ -167,7 +158,7 @@ class FakeEngine:
             raise FailedPrecondition("The machine refused the job.")
         if verb == "crash":
             raise RuntimeError("a fault with a secret in it")
-        await self._move(workspace, job.request_id, ReceiptPhase.ACCEPTED, ReceiptPhase.SENT, vm_id, job.job_id)
+        await self._claim(workspace, job.request_id, receipt, ReceiptPhase.SENT, vm_id, job.job_id)
         if verb == "lose":
             raise OutcomeUnknown("The machine did not answer.")
         started = self._run(job, vm_id, workspace, verb, rest)
@@ -175,7 +166,8 @@ class FakeEngine:
         self.commands.append(job.command)
         if verb == "lose-but-run":
             raise OutcomeUnknown("The machine did not answer.")
-        await self._move(workspace, job.request_id, ReceiptPhase.SENT, ReceiptPhase.DONE, vm_id, job.job_id)
+        now = self._clock.wall()
+        await self._db.write(lambda tx: receipts.finish(tx, workspace, job.request_id, job.job_id, now=now))
         await self._wait(started, wait_s)
         return self._page(started, 0, 0, 16 * 1024)
 
@@ -266,21 +258,24 @@ class FakeEngine:
             raise NotFound("There is no such job on this VM; vm_status lists those there are.")
         return found
 
-    async def _move(
+    async def _claim(
         self,
         workspace: WorkspaceName,
         request_id: RequestId,
-        expect: ReceiptPhase,
-        to: ReceiptPhase,
+        receipt: ReceiptClaim,
+        phase: ReceiptPhase,
         vm_id: VmId,
-        job_id: JobId,
+        job_id: JobId | None = None,
     ) -> None:
         now = self._clock.wall()
-        await self._db.write(
-            lambda tx: receipts.set_phase(
-                tx, workspace, request_id, expect=expect, to=to, now=now, vm_id=vm_id, job_id=job_id
+        try:
+            await self._db.write(
+                lambda tx: receipts.claim(
+                    tx, workspace, request_id, receipt, phase, now=now, vm_id=vm_id, job_id=job_id
+                )
             )
-        )
+        except receipts.ReceiptTaken as error:
+            raise Busy("Another call with this request_id is in progress; repeat it to join it.") from error
 
     def _run(self, job: JobRequest, vm_id: VmId, workspace: WorkspaceName, verb: str, rest: str) -> _FakeJob:
         row = Job(

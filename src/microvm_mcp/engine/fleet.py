@@ -37,6 +37,7 @@ from microvm_mcp.model import (
     JobRequest,
     MachineView,
     OutputPage,
+    ReceiptClaim,
     ReceiptPhase,
     Vm,
     VmId,
@@ -107,14 +108,14 @@ class Fleet:
 
     # Machines.
 
-    async def create(self, request: CreateRequest, *, wait_s: float) -> MachineView:
+    async def create(self, request: CreateRequest, receipt: ReceiptClaim, *, wait_s: float) -> MachineView:
         until = deadline(self._bounded(wait_s))
         # Between the durable row and the machine that owns it there is nothing a caller's going away could cut.
-        machine = await certainly(self._admit(request))
+        machine = await certainly(self._admit(request, receipt))
         await machine.settle(left(until))
         return machine.view()
 
-    async def _admit(self, request: CreateRequest) -> Machine:
+    async def _admit(self, request: CreateRequest, receipt: ReceiptClaim) -> Machine:
         context, settings = self._context, self._context.settings
         disk_bytes = settings.image_bytes if request.disk_bytes is None else request.disk_bytes
         if disk_bytes < settings.image_bytes:
@@ -126,7 +127,7 @@ class Fleet:
             if self._closing:
                 raise Unavailable("The service is stopping; repeat the call when it runs again.")
             await self._refuse_over_limits(request, disk_bytes)
-            vm = await context.db.write(lambda tx: self._insert(tx, request, disk_bytes))
+            vm = await context.db.write(lambda tx: self._insert(tx, request, receipt, disk_bytes))
             machine = self._build(vm, [])
             self._keep(machine)
             machine.begin_create(operations.boot)
@@ -149,7 +150,7 @@ class Fleet:
         if refusal is not None:
             raise refusal.error()
 
-    def _insert(self, tx: sqlite3.Connection, request: CreateRequest, disk_bytes: int) -> Vm:
+    def _insert(self, tx: sqlite3.Connection, request: CreateRequest, receipt: ReceiptClaim, disk_bytes: int) -> Vm:
         context, now = self._context, self._context.now()
         slot = vm_rows.take_slot(tx, context.settings.slots)
         if slot is None:
@@ -177,16 +178,10 @@ class Fleet:
         )
         vm_rows.insert(tx, vm)
         try:
-            receipt_rows.set_phase(
-                tx,
-                request.workspace,
-                request.request_id,
-                expect=ReceiptPhase.ACCEPTED,
-                to=ReceiptPhase.DONE,
-                now=now,
-                vm_id=vm.vm_id,
+            receipt_rows.claim(
+                tx, request.workspace, request.request_id, receipt, ReceiptPhase.DONE, now=now, vm_id=vm.vm_id
             )
-        except receipt_rows.StaleReceipt as error:
+        except receipt_rows.ReceiptTaken as error:
             raise Busy(
                 "Another call with this request_id is being executed; repeat the call to join it."
             ) from error
@@ -226,9 +221,9 @@ class Fleet:
     # Work in machines.
 
     async def start_job(
-        self, workspace: WorkspaceName, vm_id: VmId, job: JobRequest, *, wait_s: float
+        self, workspace: WorkspaceName, vm_id: VmId, job: JobRequest, receipt: ReceiptClaim, *, wait_s: float
     ) -> tuple[Job, OutputPage]:
-        return await starts.start_job(self._owned(workspace, vm_id), job, wait_s=wait_s)
+        return await starts.start_job(self._owned(workspace, vm_id), job, receipt, wait_s=wait_s)
 
     async def resolve_job(self, workspace: WorkspaceName, vm_id: VmId, job_id: JobId) -> Job | None:
         return await starts.resolve_job(self._owned(workspace, vm_id), job_id)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from microvm_mcp.errors import Busy, ResourceExhausted
-from microvm_mcp.model import FINAL_JOB_STATES, Job, JobId, JobReport, JobState, ReceiptPhase, Vm
+from microvm_mcp.model import FINAL_JOB_STATES, Job, JobId, JobReport, JobState, Vm
 from microvm_mcp.store import jobs as job_rows
 from microvm_mcp.store import receipts as receipt_rows
 
@@ -148,7 +148,7 @@ class JobBook:
                 continue
             told = merge(job, report, now)
             job_rows.update(tx, told)
-            finish_receipt(tx, told, now)
+            receipt_rows.finish(tx, told.workspace, told.request_id, told.job_id, now=now)
             changed.append(told)
         for job_id in missing:
             job = job_rows.get_owned(tx, self._vm.workspace, self._vm.vm_id, job_id)
@@ -207,12 +207,3 @@ class JobBook:
             self.watched.set()
         else:
             self.watched.clear()
-
-
-def finish_receipt(tx: sqlite3.Connection, job: Job, now: float) -> None:
-    """The guest has the job: a receipt that was left `sent` is done. Any other phase stays."""
-    receipt = receipt_rows.get(tx, job.workspace, job.request_id)
-    if receipt is not None and receipt.phase is ReceiptPhase.SENT and receipt.job_id == job.job_id:
-        receipt_rows.set_phase(
-            tx, job.workspace, job.request_id, expect=ReceiptPhase.SENT, to=ReceiptPhase.DONE, now=now
-        )

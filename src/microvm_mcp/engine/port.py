@@ -22,6 +22,7 @@ from microvm_mcp.model import (
     JobRequest,
     MachineView,
     OutputPage,
+    ReceiptClaim,
     VmId,
     WorkspaceName,
 )
@@ -34,11 +35,10 @@ class Engine(Protocol):
     def views(self, workspace: WorkspaceName, *, limit: int, after: VmId | None) -> tuple[list[MachineView], bool]:
         """Up to `limit` machines that are not destroyed, oldest first, behind `after`; and whether more follow."""
 
-    async def create(self, request: CreateRequest, *, wait_s: float) -> MachineView:
+    async def create(self, request: CreateRequest, receipt: ReceiptClaim, *, wait_s: float) -> MachineView:
         """Admission, the durable row and the receipt `done` are one transaction; booting goes on by itself.
 
-        The receipt (workspace, request_id) must be in phase accepted and is completed here. ResourceExhausted and
-        other refusals leave it accepted.
+        Busy if (workspace, request_id) has a receipt already. ResourceExhausted and other refusals leave none.
         """
 
     async def settle(self, workspace: WorkspaceName, vm_id: VmId, *, wait_s: float) -> MachineView:
@@ -48,12 +48,13 @@ class Engine(Protocol):
         """Idempotent. Ends jobs and VMM, proves it dead, gives everything back."""
 
     async def start_job(
-        self, workspace: WorkspaceName, vm_id: VmId, job: JobRequest, *, wait_s: float
+        self, workspace: WorkspaceName, vm_id: VmId, job: JobRequest, receipt: ReceiptClaim, *, wait_s: float
     ) -> tuple[Job, OutputPage]:
-        """Wakes, sends, records. Moves the receipt accepted -> sent (with the job's row) -> done.
+        """Wakes, sends, records. The receipt is made `sent` together with the job's row, then moved to `done`.
 
-        A refusal by the guest takes row and receipt back; a lost answer is asked for again by job id, and only
-        what then stays unknown raises OutcomeUnknown with the receipt left `sent`.
+        Busy if the request has a receipt already. A refusal by the guest takes row and receipt back; a lost answer
+        is asked for again by job id, and only what then stays unknown raises OutcomeUnknown with the receipt left
+        `sent`.
         """
 
     async def resolve_job(self, workspace: WorkspaceName, vm_id: VmId, job_id: JobId) -> Job | None:

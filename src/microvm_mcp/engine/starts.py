@@ -1,8 +1,8 @@
 """Starting a job: two commits and one round trip, and the truth about a start whose answer was lost.
 
-    receipt accepted → sent, job's row (running)      durable   the intent, with the id that the host chose
+    receipt sent, job's row (running)                 durable   the intent, with the id that the host chose
     start_job ──▶ guest ──▶ first page                          asked again by the same id if the answer is lost
-    job's row as reported, receipt sent → done        durable
+    job's row as reported, receipt done               durable
 
 A guest that refuses gets row and receipt taken back. Only what stays unanswered after it may have been sent is
 unknown: then the receipt stays `sent` and the row stays, until a report of the guest or its end settles it.
@@ -19,7 +19,17 @@ from microvm_mcp.engine.guest_errors import start_refused
 from microvm_mcp.engine.machine import Machine
 from microvm_mcp.errors import Busy, FailedPrecondition, MicrovmError, OutcomeUnknown, Unavailable
 from microvm_mcp.link.port import GuestLied, GuestRefused, Link, LinkLost
-from microvm_mcp.model import FINAL_JOB_STATES, Job, JobId, JobRequest, JobState, OutputPage, ReceiptPhase, VmState
+from microvm_mcp.model import (
+    FINAL_JOB_STATES,
+    Job,
+    JobId,
+    JobRequest,
+    JobState,
+    OutputPage,
+    ReceiptClaim,
+    ReceiptPhase,
+    VmState,
+)
 from microvm_mcp.output import PAGE_BYTES
 from microvm_mcp.store import jobs as job_rows
 from microvm_mcp.store import receipts as receipt_rows
@@ -37,11 +47,13 @@ class _Unanswered(Exception):
         self.sent = sent
 
 
-async def start_job(machine: Machine, request: JobRequest, *, wait_s: float) -> tuple[Job, OutputPage]:
+async def start_job(
+    machine: Machine, request: JobRequest, receipt: ReceiptClaim, *, wait_s: float
+) -> tuple[Job, OutputPage]:
     timeouts = machine.context.settings.timeouts
     until = deadline(timeouts.call_s)
     link = await machine.ready(timeouts.call_s - timeouts.answer_s)
-    return await machine.own(_start(machine, link, request, min(wait_s, timeouts.call_s), until))
+    return await machine.own(_start(machine, link, request, receipt, min(wait_s, timeouts.call_s), until))
 
 
 async def resolve_job(machine: Machine, job_id: JobId) -> Job | None:
@@ -66,7 +78,7 @@ async def resolve_job(machine: Machine, job_id: JobId) -> Job | None:
 
 
 async def _start(
-    machine: Machine, link: Link, request: JobRequest, wait_s: float, until: float
+    machine: Machine, link: Link, request: JobRequest, receipt: ReceiptClaim, wait_s: float, until: float
 ) -> tuple[Job, OutputPage]:
     job = Job(
         job_id=request.job_id,
@@ -81,7 +93,7 @@ async def _start(
     displaced = await _reserve(machine, link, job)
     confirmed = False
     try:
-        await _announce(machine, job, displaced)
+        await _announce(machine, job, receipt, displaced)
         if displaced is not None:
             await _forget(machine, link, displaced, until)
         page = await _send(
@@ -124,20 +136,20 @@ async def _reserve(machine: Machine, link: Link, job: Job) -> Job | None:
         return machine.book.reserve(job)
 
 
-async def _announce(machine: Machine, job: Job, displaced: Job | None) -> None:
+async def _announce(machine: Machine, job: Job, receipt: ReceiptClaim, displaced: Job | None) -> None:
     """Durable before the guest hears of it."""
 
     def announce(tx: sqlite3.Connection) -> None:
         vm = vm_rows.get(tx, job.vm_id)
         if vm is None or vm.state is not VmState.RUNNING:
             raise FailedPrecondition("The machine stopped running just now; vm_status says why.")
-        receipt_rows.set_phase(
+        receipt_rows.claim(
             tx,
             job.workspace,
             job.request_id,
-            expect=ReceiptPhase.ACCEPTED,
-            to=ReceiptPhase.SENT,
-            now=machine.context.now(),
+            receipt,
+            ReceiptPhase.SENT,
+            now=job.started_at,
             vm_id=job.vm_id,
             job_id=job.job_id,
         )
@@ -147,7 +159,7 @@ async def _announce(machine: Machine, job: Job, displaced: Job | None) -> None:
 
     try:
         await machine.context.db.write(announce)
-    except receipt_rows.StaleReceipt as error:
+    except receipt_rows.ReceiptTaken as error:
         if displaced is not None:
             machine.book.put_back(displaced)
         raise Busy("Another call with this request_id is being executed; repeat the call to join it.") from error
@@ -210,14 +222,7 @@ async def _take_back(machine: Machine, job: Job) -> None:
 
     def take_back(tx: sqlite3.Connection) -> None:
         job_rows.delete(tx, job.job_id)
-        receipt_rows.set_phase(
-            tx,
-            job.workspace,
-            job.request_id,
-            expect=ReceiptPhase.SENT,
-            to=ReceiptPhase.ACCEPTED,
-            now=machine.context.now(),
-        )
+        receipt_rows.take_back(tx, job.workspace, job.request_id, job.job_id)
 
     await machine.context.db.write(take_back)
     machine.book.take_back(job.job_id)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from microvm_mcp.errors import FailedPrecondition, InvalidArguments, NotFound
-from microvm_mcp.model import FINAL_JOB_STATES, Job, JobId, JobRequest, JobState, OutputPage, Receipt, VmId
+from microvm_mcp.model import (
+    FINAL_JOB_STATES,
+    Job,
+    JobId,
+    JobRequest,
+    JobState,
+    OutputPage,
+    Receipt,
+    ReceiptClaim,
+    VmId,
+)
 from microvm_mcp.output import PAGE_BYTES, Encoding, RenderedStream, is_complete, render_page
 from microvm_mcp.service import results
 from microvm_mcp.service.call import Call
@@ -22,10 +32,10 @@ async def execute(call: Call, arguments: VmExec) -> results.JobStarted:
     call.engine.view(call.workspace, vm_id)  # a foreign or unknown id is refused before anything is written
     _refuse_long_timeout(call, arguments.timeout_seconds)
 
-    async def run(receipt: Receipt) -> results.JobStarted:
+    async def run(receipt: ReceiptClaim) -> results.JobStarted:
         request = JobRequest(
             job_id=new_job_id(),
-            request_id=receipt.request_id,
+            request_id=key.request_id,
             command=arguments.command,
             cwd=arguments.cwd,
             shell=arguments.shell,
@@ -34,7 +44,7 @@ async def execute(call: Call, arguments: VmExec) -> results.JobStarted:
             max_seconds=call.settings.max_job_seconds,
         )
         wait_s = call.left(arguments.wait_seconds)
-        job, page = await call.engine.start_job(call.workspace, vm_id, request, wait_s=wait_s)
+        job, page = await call.engine.start_job(call.workspace, vm_id, request, receipt, wait_s=wait_s)
         return _started(job, page if arguments.wait_seconds else None)
 
     async def replay(receipt: Receipt) -> results.JobStarted:

@@ -3,15 +3,14 @@
 One name space per workspace, over all tools. A receipt stores what was asked (a digest) and what came of it (ids);
 a repeated call is answered anew from the ids, so it shows the present state and joins work that still goes on.
 
-    no receipt   run
-    accepted     run: nothing was sent (a crash, or a refusal whose receipt could not be taken back)
+    no receipt   run: nothing was sent. The engine makes the receipt in the transaction that comes before the effect
     sent         ask the machine whether the job exists; if that can't be known: outcome_unknown, for good
     done         answer from the ids
     another tool or other arguments, in any phase: conflict
 
 An attempt runs in a task of its own, so a caller that hangs up half-does nothing. Calls with the same id that
 arrive meanwhile wait for that attempt and are answered from its receipt. A refusal, after which certainly nothing
-was executed, gives the id back.
+was executed, leaves no receipt: the id is free.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from sqlite3 import Connection
 from typing import Generic, TypeVar
 
 from microvm_mcp.engine.port import Engine
-from microvm_mcp.errors import Busy, Conflict, Internal, MicrovmError, OutcomeUnknown, ResourceExhausted
-from microvm_mcp.model import Receipt, ReceiptPhase, RequestId, WorkspaceName
+from microvm_mcp.errors import Busy, Conflict, Internal, MicrovmError, OutcomeUnknown
+from microvm_mcp.model import Receipt, ReceiptClaim, ReceiptPhase, RequestId, WorkspaceName
 from microvm_mcp.service.clock import Clock
 from microvm_mcp.service.schemas import Arguments
 from microvm_mcp.store import receipts as rows
@@ -79,7 +77,7 @@ class Receipts:
     def __init__(
         self, db: Database, engine: Engine, clock: Clock, *, keep_hours: int = 24, max_rows: int = 4096
     ) -> None:
-        self._keep_hours = keep_hours
+        self._keep_s = keep_hours * 3600
         self._max_rows = max_rows
         self._db = db
         self._engine = engine
@@ -90,11 +88,14 @@ class Receipts:
         self,
         key: Key,
         *,
-        run: Callable[[Receipt], Awaitable[T]],
+        run: Callable[[ReceiptClaim], Awaitable[T]],
         replay: Callable[[Receipt], Awaitable[T]],
         left: Callable[[], float],
     ) -> T:
-        """`run` with an accepted receipt, or `replay` with a done one; `left`: how long this caller may wait."""
+        """`run` with what its receipt will say, or `replay` with a done one.
+
+        `left`: how long this caller may wait.
+        """
         place = (key.workspace, key.request_id)
         while True:
             attempt = self._attempts.get(place)
@@ -126,7 +127,7 @@ class Receipts:
         if not done:
             raise Busy("The call with this request_id is still in progress; repeat it unchanged to join it.")
 
-    def _start(self, key: Key, run: Callable[[Receipt], Awaitable[T]]) -> asyncio.Task[_Ran[T] | _Known]:
+    def _start(self, key: Key, run: Callable[[ReceiptClaim], Awaitable[T]]) -> asyncio.Task[_Ran[T] | _Known]:
         if sum(workspace == key.workspace for workspace, _ in self._attempts) >= MAX_ATTEMPTS:
             raise Busy(
                 f"{MAX_ATTEMPTS} calls of this workspace are in progress; repeat this one when some have ended."
@@ -143,48 +144,22 @@ class Receipts:
         task.add_done_callback(ended)
         return task
 
-    async def _attempt(self, key: Key, run: Callable[[Receipt], Awaitable[T]]) -> _Ran[T] | _Known:
-        receipt = await self._db.write(lambda tx: self._accept(tx, key))
-        if receipt.phase is ReceiptPhase.DONE:
-            return _Known(receipt)
-        if receipt.phase is ReceiptPhase.SENT:
-            return _Known(await self._resolve(receipt))
+    async def _attempt(self, key: Key, run: Callable[[ReceiptClaim], Awaitable[T]]) -> _Ran[T] | _Known:
+        receipt = await self._db.read(lambda tx: rows.get(tx, key.workspace, key.request_id))
+        if receipt is not None:
+            if (receipt.tool, receipt.arguments_digest) != (key.tool, key.digest):
+                raise _reused()
+            return _Known(receipt if receipt.phase is ReceiptPhase.DONE else await self._resolve(receipt))
         try:
-            return _Ran(await run(receipt))
+            return _Ran(await run(ReceiptClaim(key.tool, key.digest, self._keep_s, self._max_rows)))
         except OutcomeUnknown as error:
             raise await self._unknown(key) from error
         except MicrovmError:
-            await self._db.write(lambda tx: _give_back(tx, key))
             raise
         except Exception as error:
             # Logged here because the caller may be gone. The receipt stays: it says how far the attempt got.
             log.exception("tool=%s workspace=%s attempt failed", key.tool, key.workspace)
             raise Internal from error
-
-    def _accept(self, tx: Connection, key: Key) -> Receipt:
-        present = rows.get(tx, key.workspace, key.request_id)
-        if present is not None:
-            if (present.tool, present.arguments_digest) != (key.tool, key.digest):
-                raise _reused()
-            return present
-        now = self._clock.wall()
-        keep_s = self._keep_hours * 3600
-        if not rows.make_room(tx, key.workspace, now=now, keep_s=keep_s, max_rows=self._max_rows):
-            raise ResourceExhausted(
-                f"This workspace has {self._max_rows} request ids that must be kept for {self._keep_hours} hours; "
-                "try again when the oldest are older.",
-                details={"limit": "request_ids", "allowed": self._max_rows, "kept_hours": self._keep_hours},
-            )
-        receipt = Receipt(
-            workspace=key.workspace,
-            request_id=key.request_id,
-            tool=key.tool,
-            arguments_digest=key.digest,
-            phase=ReceiptPhase.ACCEPTED,
-            created_at=now,
-        )
-        rows.insert(tx, receipt)
-        return receipt
 
     async def _resolve(self, receipt: Receipt) -> Receipt:
         job = None
@@ -192,30 +167,15 @@ class Receipts:
             job = await self._engine.resolve_job(receipt.workspace, receipt.vm_id, receipt.job_id)
         if job is None:
             raise _outcome_unknown(receipt)
-        return await self._db.write(lambda tx: self._finish(tx, receipt))
-
-    def _finish(self, tx: Connection, receipt: Receipt) -> Receipt:
-        present = rows.get(tx, receipt.workspace, receipt.request_id)
-        if present is None or present.phase is not ReceiptPhase.SENT:
-            return present or receipt
-        return rows.set_phase(
-            tx,
-            receipt.workspace,
-            receipt.request_id,
-            expect=ReceiptPhase.SENT,
-            to=ReceiptPhase.DONE,
-            now=self._clock.wall(),
+        now, found = self._clock.wall(), job.job_id
+        done = await self._db.write(
+            lambda tx: rows.finish(tx, receipt.workspace, receipt.request_id, found, now=now)
         )
+        return done or receipt
 
     async def _unknown(self, key: Key) -> OutcomeUnknown:
         receipt = await self._db.read(lambda tx: rows.get(tx, key.workspace, key.request_id))
         return _outcome_unknown(receipt)
-
-
-def _give_back(tx: Connection, key: Key) -> None:
-    present = rows.get(tx, key.workspace, key.request_id)
-    if present is not None and present.phase is ReceiptPhase.ACCEPTED:
-        rows.delete(tx, key.workspace, key.request_id)
 
 
 def _reused() -> Conflict:

@@ -6,7 +6,7 @@ import base64
 import binascii
 
 from microvm_mcp.errors import FailedPrecondition, InvalidArguments, NotFound, PermissionDenied
-from microvm_mcp.model import CreateRequest, IdleMode, Receipt, VmId
+from microvm_mcp.model import CreateRequest, IdleMode, Receipt, ReceiptClaim, VmId
 from microvm_mcp.service import results
 from microvm_mcp.service.call import Call
 from microvm_mcp.service.ids import is_vm_id, new_vm_id
@@ -31,11 +31,11 @@ async def create(call: Call, arguments: VmCreate) -> results.VmCreated:
             raise PermissionDenied("This workspace may not use the network; leave network out.")
         raise FailedPrecondition(NETWORK_LATER, details={"argument": "network"})
 
-    async def run(receipt: Receipt) -> results.VmCreated:
+    async def run(receipt: ReceiptClaim) -> results.VmCreated:
         request = CreateRequest(
             vm_id=new_vm_id(),
             workspace=call.workspace,
-            request_id=receipt.request_id,
+            request_id=key.request_id,
             limits=call.principal.limits,
             memory_mib=arguments.memory_mib,
             vcpus=arguments.vcpus,
@@ -45,7 +45,8 @@ async def create(call: Call, arguments: VmCreate) -> results.VmCreated:
             idle_mode=IDLE_MODE,
             name=arguments.name,
         )
-        return results.vm_created(await call.engine.create(request, wait_s=call.left()), reason=WHY_COLD)
+        view = await call.engine.create(request, receipt, wait_s=call.left())
+        return results.vm_created(view, reason=WHY_COLD)
 
     async def replay(receipt: Receipt) -> results.VmCreated:
         if receipt.vm_id is None:

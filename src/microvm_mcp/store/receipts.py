@@ -1,6 +1,7 @@
 """Rows of receipts: one per request id and workspace, in phases. They make a repeated call harmless.
 
-What a phase means for a caller is the service's business. A phase changes only from the one that was expected.
+A row is made in the transaction in which its request takes effect, never before: what has no row was not sent. A
+row that exists is never taken over by another request. What a phase means for a caller is the service's business.
 """
 
 # ruff: noqa: S608 - only constants of the store are put into SQL text; values are always bound
@@ -9,18 +10,14 @@ from __future__ import annotations
 
 import sqlite3
 
-from microvm_mcp.model import JobId, Receipt, ReceiptPhase, RequestId, VmId, WorkspaceName
+from microvm_mcp.errors import ResourceExhausted
+from microvm_mcp.model import JobId, Receipt, ReceiptClaim, ReceiptPhase, RequestId, VmId, WorkspaceName
 
 _COLUMNS = "workspace, request_id, tool, arguments_digest, phase, created_at, finished_at, vm_id, job_id"
 
 
-class StaleReceipt(Exception):
-    """The receipt is not in the expected phase; `actual` is None if there is none."""
-
-    def __init__(self, expected: ReceiptPhase, actual: ReceiptPhase | None) -> None:
-        super().__init__(f"the receipt is {actual or 'unknown'}, expected {expected}")
-        self.expected = expected
-        self.actual = actual
+class ReceiptTaken(Exception):
+    """The request id has a receipt already, whatever its phase."""
 
 
 def get(tx: sqlite3.Connection, workspace: WorkspaceName, request_id: RequestId) -> Receipt | None:
@@ -47,39 +44,63 @@ def insert(tx: sqlite3.Connection, receipt: Receipt) -> None:
     )
 
 
-def set_phase(
+def claim(
     tx: sqlite3.Connection,
     workspace: WorkspaceName,
     request_id: RequestId,
+    asked: ReceiptClaim,
+    phase: ReceiptPhase,
     *,
-    expect: ReceiptPhase,
-    to: ReceiptPhase,
     now: float,
-    vm_id: VmId | None = None,
+    vm_id: VmId,
     job_id: JobId | None = None,
 ) -> Receipt:
-    """Compare and set. Forward, ids that are not given stay; back to accepted they go. Raises StaleReceipt."""
-    present = get(tx, workspace, request_id)
-    if present is None or present.phase is not expect:
-        raise StaleReceipt(expect, None if present is None else present.phase)
-    forward = to is not ReceiptPhase.ACCEPTED
-    row = tx.execute(
-        "UPDATE receipts SET phase = ?, finished_at = ?, vm_id = ?, job_id = ? "
-        f"WHERE workspace = ? AND request_id = ? RETURNING {_COLUMNS}",
-        (
-            to,
-            now if to is ReceiptPhase.DONE else None,
-            vm_id or (present.vm_id if forward else None),
-            job_id or (present.job_id if forward else None),
-            workspace,
-            request_id,
-        ),
-    ).fetchone()
-    return _from_row(row)
+    """The receipt of a request that takes effect in this transaction.
+
+    ReceiptTaken if there is one, ResourceExhausted if none may go to make room for it.
+    """
+    if get(tx, workspace, request_id) is not None:
+        raise ReceiptTaken
+    if not make_room(tx, workspace, now=now, keep_s=asked.keep_s, max_rows=asked.max_rows):
+        hours = asked.keep_s // 3600
+        raise ResourceExhausted(
+            f"This workspace has {asked.max_rows} request ids that must be kept for {hours} hours; try again when "
+            "the oldest are older.",
+            details={"limit": "request_ids", "allowed": asked.max_rows, "kept_hours": hours},
+        )
+    receipt = Receipt(
+        workspace=workspace,
+        request_id=request_id,
+        tool=asked.tool,
+        arguments_digest=asked.arguments_digest,
+        phase=phase,
+        created_at=now,
+        finished_at=now if phase is ReceiptPhase.DONE else None,
+        vm_id=vm_id,
+        job_id=job_id,
+    )
+    insert(tx, receipt)
+    return receipt
 
 
-def delete(tx: sqlite3.Connection, workspace: WorkspaceName, request_id: RequestId) -> None:
-    tx.execute("DELETE FROM receipts WHERE workspace = ? AND request_id = ?", (workspace, request_id))
+def finish(
+    tx: sqlite3.Connection, workspace: WorkspaceName, request_id: RequestId, job_id: JobId, *, now: float
+) -> Receipt | None:
+    """The guest has that job: its receipt, if it was left sent, is done. Returns the receipt as it is then."""
+    tx.execute(
+        "UPDATE receipts SET phase = 'done', finished_at = ? "
+        "WHERE workspace = ? AND request_id = ? AND phase = 'sent' AND job_id = ?",
+        (now, workspace, request_id, job_id),
+    )
+    return get(tx, workspace, request_id)
+
+
+def take_back(tx: sqlite3.Connection, workspace: WorkspaceName, request_id: RequestId, job_id: JobId) -> None:
+    """That job was certainly not started: the id is free again."""
+    tx.execute(
+        "DELETE FROM receipts WHERE workspace = ? AND request_id = ? AND phase = 'sent' AND job_id = ?",
+        (workspace, request_id, job_id),
+    )
 
 
 def make_room(
@@ -87,7 +108,6 @@ def make_room(
 ) -> bool:
     """True if one more receipt fits, after the oldest ones past `keep_s` went as far as needed.
 
-    Accepted ones go as well: no call lasts that long, so theirs was refused or cut off before anything was sent.
     Sent ones stay for good: they say that an outcome is unknown.
     """
     present = int(tx.execute("SELECT count(*) FROM receipts WHERE workspace = ?", (workspace,)).fetchone()[0])
@@ -96,7 +116,7 @@ def make_room(
         return True
     done = tx.execute(
         "DELETE FROM receipts WHERE workspace = ? AND request_id IN (SELECT request_id FROM receipts "
-        "WHERE workspace = ? AND phase <> 'sent' AND coalesce(finished_at, created_at) < ? "
+        "WHERE workspace = ? AND phase = 'done' AND finished_at < ? "
         "ORDER BY created_at, request_id LIMIT ?)",
         (workspace, workspace, now - keep_s, surplus),
     )

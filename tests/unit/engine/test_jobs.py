@@ -19,7 +19,7 @@ from microvm_mcp.errors import (
     Unavailable,
 )
 from microvm_mcp.model import JobId, JobRequest, JobState, ReceiptPhase, RequestId, VmId, VmState
-from tests.support.engine_rig import OTHER, WORKSPACE, Rig, rig
+from tests.support.engine_rig import CLAIM, OTHER, WORKSPACE, Rig, rig
 from tests.support.world import SETTINGS, Guest, World
 
 
@@ -47,13 +47,11 @@ def state_of(r: Rig, job_id: JobId) -> JobState:
 async def test_a_short_command_costs_two_commits_and_one_round_trip(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         vm_id = await running(r)
-        await r.accept("exec-a")
         before = len(r.life.trace)
         job, page = await r.exec(vm_id, "a")
         assert (job.state, job.exit_code) == (JobState.COMPLETED, 0)
         assert page is not None
         assert page.stdout.data == b"true"
-        # `accept` inside `exec` goes to the database itself, past the counted ports.
         assert r.life.trace[before:] == ["store.write", "link.start_job", "store.write"]
         assert await phase(r, "exec-a") is ReceiptPhase.DONE
 
@@ -93,7 +91,7 @@ async def test_a_fifth_active_job_is_refused_naming_the_four(tmp_path: Path) -> 
         with pytest.raises(Busy) as refused:
             await r.exec(vm_id, "five")
         assert refused.value.details["active_jobs"] == sorted(job.job_id for job in jobs)
-        assert await phase(r, "exec-five") is ReceiptPhase.ACCEPTED
+        assert await phase(r, "exec-five") is None
         r.world.only_guest().end_job(jobs[0].job_id)
         assert (await r.exec(vm_id, "five"))[0].state is JobState.COMPLETED
 
@@ -154,7 +152,7 @@ async def test_a_refusal_takes_row_and_receipt_back_and_shows_no_words_of_the_gu
         with pytest.raises(error, match=words) as refused:
             await r.exec(vm_id, "a")
         assert "script" not in str(refused.value)
-        assert await phase(r, "exec-a") is ReceiptPhase.ACCEPTED
+        assert await phase(r, "exec-a") is None
         assert r.view().jobs == ()
         guest.refuses = None
         assert (await r.exec(vm_id, "a"))[0].state is JobState.COMPLETED
@@ -205,7 +203,7 @@ async def test_a_start_that_was_never_sent_may_be_tried_again(tmp_path: Path) ->
         r.world.only_guest().unsent = 1000
         with pytest.raises(Unavailable):
             await r.exec(vm_id, "a")
-        assert await phase(r, "exec-a") is ReceiptPhase.ACCEPTED
+        assert await phase(r, "exec-a") is None
         r.world.only_guest().unsent = 0
         assert (await r.exec(vm_id, "a"))[0].state is JobState.COMPLETED
 
@@ -213,10 +211,9 @@ async def test_a_start_that_was_never_sent_may_be_tried_again(tmp_path: Path) ->
 async def test_two_calls_of_one_request_start_it_once(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         vm_id = await running(r)
-        receipt = await r.accept("exec-a")
-        requests = [JobRequest(JobId(f"job-{n}"), receipt.request_id, "true") for n in range(2)]
+        requests = [JobRequest(JobId(f"job-{n}"), RequestId("exec-a"), "true") for n in range(2)]
         results = await asyncio.gather(
-            *(r.fleet.start_job(WORKSPACE, vm_id, one, wait_s=1) for one in requests), return_exceptions=True
+            *(r.fleet.start_job(WORKSPACE, vm_id, one, CLAIM, wait_s=1) for one in requests), return_exceptions=True
         )
         assert sum(isinstance(result, Busy) for result in results) == 1
         assert r.world.ran == ["exec-a"]
@@ -250,7 +247,7 @@ async def test_work_is_unavailable_while_a_creation_outlasts_the_call(tmp_path: 
             await r.exec(vm_id, "a")
         with pytest.raises(Unavailable, match="still creating"):
             await r.fleet.read_file(WORKSPACE, vm_id, "x", offset=0, length=1)
-        assert await phase(r, "exec-a") is ReceiptPhase.ACCEPTED
+        assert await phase(r, "exec-a") is None
         await r.fleet.destroy(WORKSPACE, vm_id, wait_s=1)
 
 

@@ -92,7 +92,7 @@ def add_receipt(
     number: int,
     *,
     workspace: WorkspaceName = DEMO,
-    phase: ReceiptPhase = ReceiptPhase.ACCEPTED,
+    phase: ReceiptPhase = ReceiptPhase.SENT,
     at: float = 1000.0,
 ) -> Receipt:
     receipt = Receipt(

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+import sqlite3
+from dataclasses import replace
+
 import pytest
 
-from microvm_mcp.model import JobId, ReceiptPhase, RequestId, VmId
+from microvm_mcp.errors import ResourceExhausted
+from microvm_mcp.model import JobId, Receipt, ReceiptClaim, ReceiptPhase, RequestId, VmId
 from microvm_mcp.store import receipts
 from microvm_mcp.store.database import Database
 from tests.unit.store.rows import DEMO, OTHER, add_receipt, add_workspaces
 
-ACCEPTED, SENT, DONE = ReceiptPhase.ACCEPTED, ReceiptPhase.SENT, ReceiptPhase.DONE
+SENT, DONE = ReceiptPhase.SENT, ReceiptPhase.DONE
 DAY_S = 86_400
+KEY, VM_ID, JOB_ID = RequestId("r"), VmId("vm-1"), JobId("job-1")
+CLAIM = ReceiptClaim("vm_exec", "d")
+
+
+def claim(tx: sqlite3.Connection, phase: ReceiptPhase, *, now: float) -> Receipt:
+    return receipts.claim(tx, DEMO, KEY, CLAIM, phase, now=now, vm_id=VM_ID, job_id=JOB_ID)
 
 
 @pytest.fixture(autouse=True)
@@ -22,47 +32,60 @@ async def ids_left(db: Database) -> set[str]:
     )
 
 
-async def test_a_receipt_goes_through_its_phases_and_keeps_its_ids(db: Database) -> None:
-    made = await db.write(lambda tx: add_receipt(tx, 1))
-    key = made.request_id
-    assert await db.read(lambda tx: receipts.get(tx, DEMO, key)) == made
-    vm_id, job_id = VmId("vm-1"), JobId("job-1")
-    sent = await db.write(
-        lambda tx: receipts.set_phase(
-            tx, DEMO, key, expect=ACCEPTED, to=SENT, now=2000.0, vm_id=vm_id, job_id=job_id
-        )
-    )
-    assert (sent.phase, sent.finished_at, sent.vm_id, sent.job_id) == (SENT, None, vm_id, job_id)
-    done = await db.write(lambda tx: receipts.set_phase(tx, DEMO, key, expect=SENT, to=DONE, now=2001.0))
-    assert (done.phase, done.finished_at, done.vm_id, done.job_id) == (DONE, 2001.0, vm_id, job_id)
-    assert await db.read(lambda tx: receipts.get(tx, DEMO, key)) == done
+async def test_a_receipt_is_claimed_with_its_ids_and_finished_for_its_job(db: Database) -> None:
+    sent = await db.write(lambda tx: claim(tx, SENT, now=2000.0))
+    assert (sent.phase, sent.tool, sent.arguments_digest) == (SENT, "vm_exec", "d")
+    assert (sent.created_at, sent.finished_at, sent.vm_id, sent.job_id) == (2000.0, None, VM_ID, JOB_ID)
+    assert await db.read(lambda tx: receipts.get(tx, DEMO, KEY)) == sent
+    other = await db.write(lambda tx: receipts.finish(tx, DEMO, KEY, JobId("job-2"), now=2001.0))
+    assert other == sent
+    done = await db.write(lambda tx: receipts.finish(tx, DEMO, KEY, JOB_ID, now=2002.0))
+    assert done == replace(sent, phase=DONE, finished_at=2002.0)
+    assert await db.write(lambda tx: receipts.finish(tx, DEMO, KEY, JOB_ID, now=2003.0)) == done
+    assert await db.write(lambda tx: receipts.finish(tx, DEMO, RequestId("none"), JOB_ID, now=1.0)) is None
 
 
-async def test_a_receipt_taken_back_to_accepted_forgets_its_ids(db: Database) -> None:
-    key = (await db.write(lambda tx: add_receipt(tx, 1))).request_id
-    await db.write(
-        lambda tx: receipts.set_phase(tx, DEMO, key, expect=ACCEPTED, to=SENT, now=1.0, job_id=JobId("job-1"))
-    )
-    back = await db.write(lambda tx: receipts.set_phase(tx, DEMO, key, expect=SENT, to=ACCEPTED, now=2.0))
-    assert (back.phase, back.job_id) == (ACCEPTED, None)
+async def test_a_request_that_is_over_at_once_is_done_from_the_start(db: Database) -> None:
+    done = await db.write(lambda tx: claim(tx, DONE, now=5.0))
+    assert (done.phase, done.finished_at) == (DONE, 5.0)
 
 
-async def test_a_phase_changes_only_from_the_expected_one(db: Database) -> None:
-    key = (await db.write(lambda tx: add_receipt(tx, 1, phase=SENT))).request_id
-    with pytest.raises(receipts.StaleReceipt) as caught:
-        await db.write(lambda tx: receipts.set_phase(tx, DEMO, key, expect=ACCEPTED, to=DONE, now=1.0))
-    assert caught.value.actual is SENT
-    unknown = RequestId("unknown")
-    with pytest.raises(receipts.StaleReceipt) as caught:
-        await db.write(lambda tx: receipts.set_phase(tx, DEMO, unknown, expect=ACCEPTED, to=DONE, now=1.0))
-    assert caught.value.actual is None
+@pytest.mark.parametrize("phase", [SENT, DONE])
+async def test_a_receipt_is_never_claimed_twice(db: Database, phase: ReceiptPhase) -> None:
+    first = await db.write(lambda tx: claim(tx, phase, now=1.0))
+    with pytest.raises(receipts.ReceiptTaken):
+        await db.write(lambda tx: claim(tx, SENT, now=2.0))
+    assert await db.read(lambda tx: receipts.get(tx, DEMO, KEY)) == first
+
+
+async def test_a_claim_that_finds_no_room_says_the_numbers_and_leaves_nothing(db: Database) -> None:
+    await db.write(lambda tx: add_receipt(tx, 1, phase=DONE, at=100.0))
+    asked = ReceiptClaim("vm_exec", "d", keep_s=3600, max_rows=1)
+    with pytest.raises(ResourceExhausted, match="1 request ids that must be kept for 1 hours") as refused:
+        await db.write(lambda tx: receipts.claim(tx, DEMO, KEY, asked, SENT, now=3700.0, vm_id=VM_ID))
+    assert refused.value.details == {"limit": "request_ids", "allowed": 1, "kept_hours": 1}
+    assert await ids_left(db) == {"request-1"}
+    await db.write(lambda tx: receipts.claim(tx, DEMO, KEY, asked, SENT, now=3701.0, vm_id=VM_ID))
+    assert await ids_left(db) == {KEY}
+
+
+async def test_only_a_sent_receipt_of_that_job_is_taken_back(db: Database) -> None:
+    await db.write(lambda tx: claim(tx, SENT, now=1.0))
+    await db.write(lambda tx: receipts.take_back(tx, DEMO, KEY, JobId("job-2")))
+    assert await ids_left(db) == {KEY}
+    await db.write(lambda tx: receipts.take_back(tx, DEMO, KEY, JOB_ID))
+    assert await ids_left(db) == set()
+    await db.write(lambda tx: (claim(tx, SENT, now=1.0), receipts.finish(tx, DEMO, KEY, JOB_ID, now=2.0)))
+    await db.write(lambda tx: receipts.take_back(tx, DEMO, KEY, JOB_ID))
+    assert await ids_left(db) == {KEY}
 
 
 async def test_request_ids_of_workspaces_do_not_meet(db: Database) -> None:
     await db.write(lambda tx: (add_receipt(tx, 1), add_receipt(tx, 1, workspace=OTHER)))
-    await db.write(lambda tx: receipts.delete(tx, OTHER, RequestId("request-1")))
-    assert await db.read(lambda tx: receipts.get(tx, DEMO, RequestId("request-1"))) is not None
-    assert await db.read(lambda tx: receipts.get(tx, OTHER, RequestId("request-1"))) is None
+    await db.write(lambda tx: receipts.claim(tx, DEMO, KEY, CLAIM, SENT, now=1.0, vm_id=VM_ID, job_id=JOB_ID))
+    await db.write(lambda tx: receipts.take_back(tx, OTHER, KEY, JOB_ID))
+    assert await db.read(lambda tx: receipts.get(tx, DEMO, KEY)) is not None
+    assert await db.read(lambda tx: receipts.get(tx, OTHER, KEY)) is None
 
 
 async def test_the_same_request_id_is_never_recorded_twice(db: Database) -> None:
@@ -99,15 +122,9 @@ async def test_no_room_when_all_are_young_or_of_unknown_outcome(db: Database) ->
         lambda tx: [
             add_receipt(tx, 1, phase=SENT, at=0.0),
             add_receipt(tx, 2, phase=DONE, at=now - DAY_S + 1),
-            add_receipt(tx, 3, phase=ACCEPTED, at=now - DAY_S + 1),
+            add_receipt(tx, 3, phase=DONE, at=now - DAY_S + 1),
         ]
     )
     assert not await db.write(lambda tx: receipts.make_room(tx, DEMO, now=now, max_rows=3))
     assert len(await ids_left(db)) == 3
     assert await db.write(lambda tx: receipts.make_room(tx, DEMO, now=now + 2, max_rows=3))
-
-
-async def test_refused_calls_do_not_fill_the_table_for_good(db: Database) -> None:
-    await db.write(lambda tx: [add_receipt(tx, number, at=float(number)) for number in range(5)])
-    assert await db.write(lambda tx: receipts.make_room(tx, DEMO, now=2.0 * DAY_S, max_rows=5))
-    assert await ids_left(db) == {f"request-{number}" for number in range(1, 5)}

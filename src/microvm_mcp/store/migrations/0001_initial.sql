@@ -89,7 +89,7 @@ CREATE TABLE receipts (
     request_id TEXT NOT NULL,
     tool TEXT NOT NULL,
     arguments_digest TEXT NOT NULL,
-    phase TEXT NOT NULL CHECK (phase IN ('accepted', 'sent', 'done')),
+    phase TEXT NOT NULL CHECK (phase IN ('sent', 'done')),
     created_at REAL NOT NULL,
     finished_at REAL,
     vm_id TEXT,
