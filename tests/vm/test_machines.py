@@ -207,7 +207,7 @@ async def test_revoked_workspace_is_stopped_and_its_tokens_are_dead(own_service:
 
 def refused_start(config: Path) -> str:
     """What `serve` says on stderr where it must not start."""
-    argv = [COMMAND, "serve", "--config", config]
+    argv = [str(COMMAND), "serve", "--config", str(config)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
