@@ -1,3 +1,4 @@
+# shellcheck shell=sh
 # What a user installs with pip, npm or pnpm lands here, without root.
 case ":$PATH:" in
     *":$HOME/.local/bin:"*) ;;
