@@ -85,7 +85,7 @@ def test_every_error_class_has_its_status(
     assert "secret" not in shown.err
 
 
-SLOW = ("mcp", "starlette", "uvicorn", "httpx2", "qemu", "pyroute2")
+SLOW = ("mcp", "starlette", "uvicorn", "httpx2", "qemu")
 
 
 def test_one_command_imports_neither_the_others_nor_what_is_slow() -> None:
