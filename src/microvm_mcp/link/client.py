@@ -153,6 +153,7 @@ class LinkClient:
         deadline = _now() + deadline_s
         sent = False
         asked: str | None = None
+        pause = _REDIAL_S
         while True:
             try:
                 connection = await self._attached(deadline)
@@ -171,6 +172,9 @@ class LinkClient:
                 sent = sent or gone.sent
                 if sent and not twice:
                     raise LinkLost(str(gone), sent=True) from gone
+                # Whoever welcomes and hangs up at once is not to keep the loop busy until the deadline.
+                await asyncio.sleep(min(pause, max(0.0, deadline - _now())))
+                pause = min(2 * pause, _REDIAL_MAX_S)
                 continue
             if not isinstance(answer, reply):
                 raise GuestLied("the guest answered another question")
@@ -188,7 +192,7 @@ class LinkClient:
                         raise LinkLost("the link is closed", sent=False)
                     why = "no answer to the hello"
                     try:
-                        self._connection = await attach(self._dial)
+                        self._take(await attach(self._dial))
                     except Gone as gone:
                         why = str(gone)
                         await asyncio.sleep(pause)
@@ -196,6 +200,13 @@ class LinkClient:
                 return self._connection
         except TimeoutError as error:
             raise LinkLost(f"the guest does not answer: {why}", sent=False) from error
+
+    def _take(self, connection: Connection) -> None:
+        """Unless the link was closed while it attached: nobody would close this one then."""
+        if self._closed:
+            connection.close("the link was closed")
+            raise LinkLost("the link is closed", sent=False)
+        self._connection = connection
 
     def _drop(self, why: str) -> None:
         if self._connection is not None:

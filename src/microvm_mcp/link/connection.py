@@ -139,7 +139,9 @@ class Connection:
 
     def _deliver(self, event: Welcomed | Answered) -> None:
         if isinstance(event, Welcomed):
-            self._welcomed.set_result(event.welcome)
+            # It may have been refused in the same breath.
+            if not self._welcomed.done():
+                self._welcomed.set_result(event.welcome)
         elif event.request == 0 and isinstance(event.answer, Refused):
             if not self._welcomed.done():
                 self._welcomed.set_result(event.answer)
@@ -152,7 +154,9 @@ class Connection:
         if self._over is not None:
             return
         self._over = cause
-        self._writer.close()
+        # Not `close`, which first waits until the guest has read what was written: one that never reads would keep
+        # descriptor and buffer for ever, and the VMM, which serves one connection at a time, from the next one.
+        self._writer.transport.abort()
         if not self._welcomed.done():
             self._welcomed.set_result(cause)
         for answer in self._pending.values():

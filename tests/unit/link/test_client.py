@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import select
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from microvm_mcp.link import client, connection
 from microvm_mcp.link.client import LinkClient
-from microvm_mcp.link.dial import dialer
+from microvm_mcp.link.dial import Dial, dialer
 from microvm_mcp.link.port import GuestLied, GuestRefused, LinkLost
 from microvm_mcp.model import JobId, JobRequest, RequestId
-from microvm_mcp.wire.frames import MAX_FRAME
+from microvm_mcp.wire.frames import MAX_FRAME, Kind
 from microvm_mcp.wire.messages import (
     Done,
     ErrorCode,
@@ -29,7 +32,7 @@ from microvm_mcp.wire.messages import (
     WriteFile,
     Written,
 )
-from microvm_mcp.wire.session import Asked, Greeted, GuestSession
+from microvm_mcp.wire.session import Asked, Greeted, GuestSession, encode_message
 
 SOON = 20.0
 Answer = Callable[["Guest", asyncio.StreamWriter, int, Request], Awaitable[None]]
@@ -354,3 +357,79 @@ async def test_closing_fails_what_waits_and_is_final(guest: Guest, link: LinkCli
     assert (await lost(call)).sent
     assert not (await lost(forget(link))).sent
     assert repr(link) == "<LinkClient closed>"
+
+
+async def test_a_guest_that_reads_nothing_loses_its_connection_at_once_with_all_that_was_written(
+    tmp_path: Path,
+) -> None:
+    """Descriptor and buffer would be kept otherwise, and the VMM, which serves one at a time, from the next one."""
+    session = GuestSession()
+    hung_up = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session.receive(await reader.read(65_536))
+        writer.write(session.welcome(supervisor="1", boot_id="1", active_jobs=0))
+        sock = writer.get_extra_info("socket")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        watch = select.poll()
+        watch.register(sock.fileno(), 0)
+        while not watch.poll(0):
+            await asyncio.sleep(0.01)
+        hung_up.set()
+        writer.transport.abort()
+
+    path = tmp_path / "deaf.sock"
+    async with await asyncio.start_unix_server(serve, path):
+        link = LinkClient(dialer("unix", path, 0))
+        writes = [link.write_file("f", bytes(131_072), offset=0, mode=None, deadline_s=0.5) for _ in range(8)]
+        outcomes = await asyncio.gather(*writes, return_exceptions=True)
+        assert all(isinstance(outcome, LinkLost) for outcome in outcomes)
+        async with asyncio.timeout(2):
+            await hung_up.wait()
+        await link.close()
+
+
+async def test_a_guest_that_hangs_up_on_every_call_is_not_attached_to_without_pause(
+    guest: Guest, link: LinkClient
+) -> None:
+    guest.answer = Guest.hang_up
+    assert (await lost(forget(link, deadline_s=1.0))).sent
+    assert guest.connections < 20
+
+
+async def test_a_guest_that_refuses_and_welcomes_in_one_breath_is_refused_without_noise(tmp_path: Path) -> None:
+    noise: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: noise.append(context))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session = GuestSession()
+        hello = await reader.read(65_536)
+        tag = int.from_bytes(hello[9:17], "big")
+        session.receive(hello)
+        error = encode_message(Kind.ERROR, tag, 0, {"code": "version", "message": "no"}, b"")
+        writer.write(error + session.welcome(supervisor="1", boot_id="1", active_jobs=0))
+        await reader.read()
+        writer.close()
+
+    path = tmp_path / "both.sock"
+    async with await asyncio.start_unix_server(serve, path):
+        with pytest.raises(GuestRefused):
+            await LinkClient(dialer("unix", path, 0)).hello(deadline_s=SOON)
+        gc.collect()
+        await asyncio.sleep(0.05)
+    assert noise == []
+
+
+async def test_a_link_that_is_closed_while_it_attaches_keeps_no_connection(guest: Guest, link: LinkClient) -> None:
+    attach = connection.attach
+    attached: list[connection.Connection] = []
+
+    async def late(dial: Dial) -> connection.Connection:
+        attached.append(await attach(dial))
+        await link.close()
+        return attached[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "attach", late)
+        assert not (await lost(forget(link))).sent
+    assert not attached[0].is_open
