@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 16
 """Machines that are looked at at the same time."""
 _LAST_WORDS_S = 0.5
+_LEAST_HELLO_S = 5.0
+"""For each machine's answer, however long others that are silent took: who gets none loses its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +190,4 @@ async def _record(context: Context, machine: Machine, row: Vm, decision: Decisio
 
 
 def _left(until: float) -> float:
-    return max(0.1, until - asyncio.get_running_loop().time())
+    return max(_LEAST_HELLO_S, until - asyncio.get_running_loop().time())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from microvm_mcp.errors import FailedPrecondition
-from microvm_mcp.model import JobState, Slot, VmId, VmState
+from microvm_mcp.link.port import LinkLost
+from microvm_mcp.model import GuestInfo, JobState, Slot, VmId, VmState
 from microvm_mcp.vmm.driver import ExitInfo
 from tests.support.engine_rig import WORKSPACE, Rig, rig
-from tests.support.world import SETTINGS, Life, World, host_full
+from tests.support.world import SETTINGS, Life, World, WorldLink, host_full
 
 
 async def leave_running(directory: Path, world: World) -> VmId:
@@ -155,3 +157,21 @@ async def test_many_machines_are_recovered_within_the_bound_though_none_answers(
         views, _ = r.fleet.views(WORKSPACE, limit=100, after=None)
         assert {view.vm.state for view in views} == {VmState.FAILED}
         assert [view.vm.vm_id for view in views] == [f"vm-{number}" for number in range(40)]
+
+
+async def test_a_guest_is_heard_however_long_others_took_that_were_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    await leave_running(tmp_path, world)
+    hello = WorldLink.hello
+
+    async def slow_hello(link: WorldLink, *, deadline_s: float) -> GuestInfo:
+        if deadline_s <= 0.2:
+            raise LinkLost("no answer", sent=True)
+        return await hello(link, deadline_s=deadline_s)
+
+    monkeypatch.setattr(WorldLink, "hello", slow_hello)
+    timeouts = replace(SETTINGS.timeouts, recovery_s=0.0)
+    async with rig(tmp_path, world, settings=replace(SETTINGS, timeouts=timeouts)) as r:
+        assert r.view().vm.state is VmState.RUNNING
