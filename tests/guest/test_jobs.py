@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -211,6 +213,22 @@ async def test_what_is_in_the_pipes_when_the_shell_ends_is_in_the_answer(link: L
     for number in range(5):
         page = await run(link, "head -c 60000 /dev/zero; head -c 60000 /dev/zero >&2", number=number)
         assert (page.stdout.written, page.stderr.written) == (60_000, 60_000)
+
+
+async def test_all_that_an_enlarged_pipe_holds_when_the_shell_ends_is_counted(
+    supervisor: RunningSupervisor, link: LinkClient
+) -> None:
+    """The supervisor stands still meanwhile, so that the pipe is full when it learns of the end."""
+    script = "import fcntl, os, time; fcntl.fcntl(1, 1031, 1 << 20); time.sleep(0.5); os.write(1, bytes(900_000))"
+    await run(link, f"exec {PYTHON} -c '{script}'", wait_s=0)
+    os.kill(supervisor.process.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(1.5)
+    finally:
+        os.kill(supervisor.process.pid, signal.SIGCONT)
+    await over(link, JobId("job-1"))
+    page = await link.job_output(JobId("job-1"), stdout=0, stderr=0, limit=0, wait_s=0, deadline_s=SOON)
+    assert page.stdout.written == 900_000
 
 
 async def test_a_flood_on_both_streams_is_never_held_up_and_every_byte_is_at_its_offset(link: LinkClient) -> None:

@@ -18,7 +18,7 @@ from microvm_mcp.guest.joblog import JobLog, remove_log
 from microvm_mcp.guest.poller import CHANGED, READABLE, Poller
 from microvm_mcp.guest.refusal import Refusal, refusal_of
 from microvm_mcp.guest.retain import KeptStream, PastEnd, Retained
-from microvm_mcp.guest.spawn import PIPE_BYTES, Command, Spawned, spawn
+from microvm_mcp.guest.spawn import Command, Spawned, capacity, spawn
 from microvm_mcp.wire.messages import MAX_JOBS, ErrorCode, JobState, JobStatus, Output, StartJob
 
 MAX_ACTIVE = 4
@@ -241,7 +241,7 @@ class JobTable:
     def _finish(self, job: Job, code: int) -> None:
         """The shell is gone: whatever it wrote is in the pipes by now, and belongs to its answer."""
         for fd in list(job.pipes):
-            self._drain(job, fd, PIPE_BYTES)
+            self._drain(job, fd, capacity(fd))
         job.exit_code, job.signal = (code, None) if code >= 0 else (None, -code)
         killed_by_us = job.ending is not None and code == -9
         job.state = job.ending if job.ending is not None and killed_by_us else JobState.COMPLETED
@@ -255,7 +255,7 @@ class JobTable:
         if group is None or group.populated or not job.over:
             return
         for fd in list(job.pipes):
-            self._drain(job, fd, PIPE_BYTES)
+            self._drain(job, fd, capacity(fd))
             self._close_pipe(job, fd)
         self._poller.remove(group.events_fd)
         job.group = None

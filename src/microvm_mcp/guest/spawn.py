@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import resource
+import select
 import signal
 from typing import NamedTuple, NoReturn
 
@@ -22,6 +23,8 @@ from microvm_mcp.wire.messages import Shell
 
 PIPE_BYTES = 262_144
 """Larger than the default 64 KiB: fewer turns of our loop while a command floods."""
+EXEC_S = 5.0
+"""From fork to exec; some ten milliseconds in an emulated guest."""
 _OOM_SCORE = "500"
 """When the guest's memory runs out a job goes, not the supervisor."""
 _OPEN_FILES = (1024, 524_288)
@@ -50,29 +53,44 @@ class Command(NamedTuple):
 
 def spawn(command: Command) -> Spawned:
     """Returns once the shell has been executed. OSError: nothing is left of the attempt."""
-    out_read, out_write = _pipe()
-    err_read, err_write = _pipe()
-    report_read, report_write = os.pipe()
+    out_read = out_write = err_read = err_write = report_read = report_write = -1
     try:
+        out_read, out_write = _pipe()
+        err_read, err_write = _pipe()
+        report_read, report_write = os.pipe()
         pid = fork_into(command.group_fd)
         if pid == 0:
             _become(command, out_write, err_write, report_write)
         os.close(report_write)
         report_write = -1
-        failure = os.read(report_read, 16)
-        if failure:
+        number = _failure(report_read)
+        if number:
+            # Not yet reaped, so the number is still its own; stopped by another of the user's processes, maybe.
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            number = int(failure)
             raise OSError(number, os.strerror(number))
     except OSError:
-        os.close(out_read)
-        os.close(err_read)
+        for fd in (out_read, err_read):
+            if fd >= 0:
+                os.close(fd)
         raise
     finally:
         for fd in (out_write, err_write, report_read, report_write):
             if fd >= 0:
                 os.close(fd)
     return Spawned(pid, out_read, err_read)
+
+
+def _failure(report: int) -> int:
+    """An errno, or 0 once the shell has been executed.
+
+    Bounded: as soon as the child is the user's, another process of the user can stop it, before its exec.
+    """
+    waiting = select.poll()
+    waiting.register(report, select.POLLIN)
+    if not waiting.poll(EXEC_S * 1000):
+        return errno.ETIMEDOUT
+    return int(os.read(report, 16) or b"0")
 
 
 def environment(command: Command) -> dict[str, str]:
@@ -85,6 +103,11 @@ def environment(command: Command) -> dict[str, str]:
         "LANG": "C.UTF-8",
         **dict(command.env),
     }
+
+
+def capacity(pipe: int) -> int:
+    """Most bytes that can be in it. Its writer may have enlarged it."""
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
 
 
 def _pipe() -> tuple[int, int]:
