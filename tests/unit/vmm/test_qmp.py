@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from microvm_mcp.vmm.qemu.qmp import Qmp, QmpFailed
+from microvm_mcp.vmm.qemu.qmp import MAX_PENDING, Qmp, QmpFailed
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 GREETING = {"QMP": {"version": {"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": ""}, "capabilities": []}}
@@ -188,3 +188,24 @@ async def test_a_descriptor_goes_over_with_its_name() -> None:
             await serving
             await qmp.close()
     assert received == [b"state", b"through"]
+
+
+async def test_a_peer_that_floods_events_fills_no_memory() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greeted((reader, writer))
+        event = {"event": "MIGRATION", "data": {"status": "active"}, "timestamp": {"seconds": 1, "microseconds": 1}}
+        writer.write(line(event) * 5000)
+        await answer((reader, writer), {"status": "running"})
+        await idle(reader)
+
+    async with peer(talk) as path:
+        qmp = await Qmp.connect(path, timeout_s=5)
+        assert await qmp.query("query-status", "status", timeout_s=20) == "running"
+        seen = 0
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.2):
+                    await qmp.next_event()
+                seen += 1
+        assert 0 < seen <= MAX_PENDING
+        await qmp.close()

@@ -12,10 +12,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from qemu.qmp import EventListener, QMPClient, QMPError
+from qemu.qmp import EventListener, Message, QMPClient, QMPError
 from qemu.qmp.protocol import ConnectError, StateError
 
 _WATCHED = ("SHUTDOWN", "GUEST_PANICKED", "MIGRATION")
+
+
+MAX_PENDING = 64
+"""Events that wait to be looked at. A healthy VMM has a handful; more are dropped."""
+
+
+class _Events(EventListener):
+    """Keeps no history and no more than MAX_PENDING: the library's own listener grows while events come."""
+
+    def accept(self, event: Message) -> bool:
+        self._history.clear()
+        return super().accept(event) and self._queue.qsize() < MAX_PENDING
 
 
 class QmpFailed(Exception):
@@ -34,7 +46,7 @@ class Qmp:
         """QEMU listens before it is up: connecting succeeds at once, the greeting comes when it is."""
         client = QMPClient(path.parent.name)
         client.logger.setLevel(logging.CRITICAL)
-        events = EventListener(_WATCHED)
+        events = _Events(_WATCHED)
         client.register_listener(events)
         try:
             async with asyncio.timeout(timeout_s):

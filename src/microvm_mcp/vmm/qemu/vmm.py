@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _PANIC = "Kernel panic - not syncing"
 _TAIL_CHARACTERS = 8192
+_MAX_NEWS = 16
+"""Of a migration, kept for whoever waits: the newest, since the last one tells its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class QemuVmm:
         self._timeouts = timeouts
         self._connection: Qmp | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._migrations: asyncio.Queue[str] = asyncio.Queue()
+        self._migrations: asyncio.Queue[str] = asyncio.Queue(_MAX_NEWS)
         self._last_words = ""
         self._guest_shutdown = False
         self._guest_panicked = False
@@ -200,6 +202,8 @@ class QemuVmm:
                     break
                 name, data = event.result()
                 if name == "MIGRATION":
+                    if self._migrations.full():
+                        self._migrations.get_nowait()
                     self._migrations.put_nowait(str(data.get("status")))
                 elif name == "GUEST_PANICKED":
                     await self._conclude(qmp, panicked=True)
