@@ -231,3 +231,19 @@ def test_a_name_with_parentheses_does_not_shift_the_start_time() -> None:
     fields = " ".join(["S", *("0" for _ in range(18)), "4242", "9"])
     assert process.parse_started_ticks(f"1 (a) b) (c)) {fields}") == 4242
     assert process.parse_started_ticks(f"1 (z) {fields.replace('S', 'Z', 1)}") is None
+
+
+async def test_a_process_that_cannot_be_held_is_ended_and_not_left_to_itself(
+    here: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def no_descriptors(pid: int) -> int:
+        started.append(pid)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", no_descriptors)
+    with pytest.raises(OSError, match="Too many"):
+        await process.launch(plan(here, *SLEEP), timeout_s=20)
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)

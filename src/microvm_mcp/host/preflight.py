@@ -144,7 +144,7 @@ def _controllers() -> Check:
     mount = cgroup.find_mount()
     missing = cgroup.CONTROLLERS - (cgroup.controllers(mount) if mount else frozenset())
     if not missing:
-        return Check("limits", Verdict.OK, "cpu, memory, processes and I/O of a machine are bounded")
+        return Check("limits", Verdict.OK, "processors, memory and processes of a machine are bounded")
     return Check(
         "limits",
         Verdict.WEAKER,

@@ -254,7 +254,13 @@ def _spawn(plan: Plan, argv: list[str], kept: list[int]) -> Process:
     # Neither asyncio's nor subprocess's objects: the one kills the child when it is collected, the other complains.
     actions = [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in kept]  # onto itself: clears close-on-exec
     pid = os.posix_spawn(argv[0], argv, dict(PLAIN_ENVIRONMENT), file_actions=actions, setsigmask=[])
-    pidfd = os.pidfd_open(pid)
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        # Our child, not reaped by anybody yet: the number is still its own.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
     ticks = started_ticks_of(pid)
     return Process(pid, ticks if ticks is not None else 0, pidfd, plan.output)
 
