@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,21 @@ async def test_a_guest_that_makes_no_progress_is_ended_at_the_deadline() -> None
     assert not verdict.works
     assert "0.2 s" in verdict.reason
     assert qemus() == set()
+
+
+async def test_a_guest_whose_service_died_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[str] = []
+    launch = process.launch
+
+    async def look(plan: process.Plan, *, timeout_s: float) -> process.Process:
+        held = await launch(plan, timeout_s=timeout_s)
+        text = await asyncio.to_thread(Path(f"/proc/{held.pid}/limits").read_text)
+        limits.extend(line for line in text.splitlines() if line.startswith("Max cpu time"))
+        return held
+
+    monkeypatch.setattr(process, "launch", look)
+    await probe.try_boot(machine(), guest(), deadline_s=0.5)
+    assert [line.split()[3:5] for line in limits] == [["12", "12"]]
 
 
 async def test_a_kernel_that_is_none_is_no_success(tmp_path: Path) -> None:

@@ -108,6 +108,17 @@ async def test_a_running_vmm_is_confined_as_promised_seen_from_outside(ground: G
             assert mode_and_owner(spec.runtime_dir / name) == (0o600, 0)
 
 
+async def test_a_vmm_cannot_make_its_disk_larger_than_it_is(ground: Ground) -> None:
+    vmm = await emulated().boot(ground.spec)
+    try:
+        text = await asyncio.to_thread(Path(f"/proc/{vmm.identity.pid}/limits").read_text)
+        limit = next(line.split()[3:5] for line in text.splitlines() if line.startswith("Max file size"))
+        size = max(disk.size_bytes(ground.spec.disk), (ground.spec.memory_mib + 256) << 20)
+        assert limit == [str(size)] * 2
+    finally:
+        await vmm.kill()
+
+
 async def test_two_machines_have_nothing_in_common(ground: Ground, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     async with (

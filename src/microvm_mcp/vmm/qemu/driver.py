@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LIMITS = {"NOFILE": 1024, "NPROC": 256}
 """NPROC counts the threads of the machine's own user: virtual CPUs and up to 64 workers for the disk."""
+_DEVICES_MIB = 256
 _MAX_SOCKET_PATH = 107
 
 
@@ -131,7 +132,7 @@ class QemuDriver:
                 tap=process.Tap(spec.tap, Fd.TAP),
                 descriptors=descriptors,
                 private_devices=("/dev/kvm",) if self._machine.accelerator == "kvm" else (),
-                limits=_LIMITS,
+                limits={**_LIMITS, "FSIZE": _largest_file(spec, descriptors[Fd.DISK])},
             )
             return await process.launch(plan, timeout_s=self._timeouts.launch_s)
 
@@ -178,6 +179,14 @@ def _open_readable(opened: ExitStack, path: Path) -> int:
     if not os.fstat(fd).st_mode & 0o004:
         raise VmmError(f"{path.name} must be readable for the VMM's user: chmod 0644 {path}")
     return fd
+
+
+def _largest_file(spec: BootSpec, disk_fd: int) -> int:
+    """A VMM that was taken over holds its disk for writing: without a limit it could fill the host's volume.
+
+    Saved state, which QEMU writes as well, is at most the memory and the devices.
+    """
+    return max(os.fstat(disk_fd).st_size, (spec.memory_mib + _DEVICES_MIB) << 20)
 
 
 def _listen(opened: ExitStack, path: Path) -> int:

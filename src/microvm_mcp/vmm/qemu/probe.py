@@ -162,7 +162,8 @@ async def try_boot(machine: Machine, guest: Guest, *, deadline_s: float) -> Verd
             output=directory / "output",
             descriptors=descriptors,
             private_devices=(str(KVM_DEVICE),) if machine.accelerator == "kvm" else (),
-            limits={"NOFILE": 256},
+            # Should we die meanwhile: what burns a core ends by itself, since nobody else knows of it.
+            limits={"NOFILE": 256, "CPU": int(4 * deadline_s) + 10},
         )
         try:
             held = await process.launch(plan, timeout_s=_COMMAND_S)
