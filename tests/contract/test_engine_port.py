@@ -157,8 +157,23 @@ async def test_a_destroyed_machine_stays_visible_and_takes_no_work(bench: Bench)
     assert (await bench.call("vm_job_status", vm_id=vm_id, job_id=job_id))["state"] == "lost"
     assert await bench.code("vm_exec", vm_id=vm_id, command="x", request_id="s") == "failed_precondition"
     assert await bench.code("vm_read_file", vm_id=vm_id, path="f") == "failed_precondition"
-    assert await bench.code("vm_job_output", vm_id=vm_id, job_id=job_id) == "failed_precondition"
+    lost = await bench.call("vm_job_output", vm_id=vm_id, job_id=job_id)
+    assert (lost["state"], lost["truncated"]) == ("lost", True)
     assert await bench.job(vm_id, "sleep", "r") == {"job_id": job_id, "state": "lost"}
+
+
+async def test_output_that_was_fetched_outlives_its_machine(bench: Bench) -> None:
+    vm_id = await bench.vm()
+    first = await bench.job(vm_id, "hello", "r", wait=2)
+    job_id = first["job_id"]
+    page = await bench.call("vm_job_output", vm_id=vm_id, job_id=job_id)
+    await bench.call("vm_destroy", vm_id=vm_id)
+    assert await bench.call("vm_job_output", vm_id=vm_id, job_id=job_id) == page
+    end = page["next_cursor"]
+    last = await bench.call("vm_job_output", vm_id=vm_id, job_id=job_id, cursor=end)
+    assert (last["state"], last["stdout"], last["next_cursor"]) == ("completed", "", end)
+    again = await bench.job(vm_id, "hello", "r", wait=2)
+    assert (again["stdout"], again["exit_code"], again["truncated"]) == (first["stdout"], 0, False)
 
 
 @pytest.mark.parametrize("name", ["vm_status", "vm_destroy", "vm_exec", "vm_read_file", "vm_job_output"])

@@ -43,6 +43,7 @@ from microvm_mcp.model import (
 from microvm_mcp.service.clock import Clock, SystemClock
 from microvm_mcp.store import receipts
 from microvm_mcp.store.database import Database
+from microvm_mcp.store.fetched import page_of
 
 KEPT_BYTES = 64 * 1024
 """Head and tail of a flood, each."""
@@ -59,6 +60,10 @@ class _FakeJob:
     last_words: bytes = b""
     """Written to stdout at the end."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    fetched: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
+    """Bytes of both streams that callers have seen, by offset."""
+    told: tuple[int, int, bool] = (0, 0, False)
+    """What was written then, and whether that was all."""
 
 
 @dataclass
@@ -190,7 +195,8 @@ class FakeEngine:
         wait_s: float,
     ) -> tuple[Job, OutputPage]:
         found = self._job(workspace, vm_id, job_id)
-        self._running(workspace, vm_id)  # elsewhere the output went with the machine's memory
+        if self._find(workspace, vm_id).vm.state is not VmState.RUNNING:
+            return self._kept(found, stdout, stderr, limit)
         if stdout >= len(self._stdout(found)) and stderr >= len(found.stderr):
             await self._wait(found, wait_s)
         return self._page(found, stdout, stderr, limit)
@@ -343,7 +349,23 @@ class FakeEngine:
             detached=row.detached,
             log_path=row.log_path,
         )
-        return row, OutputPage(report, _slice(job.stdout, stdout, limit), _slice(job.stderr, stderr, limit))
+        page = OutputPage(report, _slice(job.stdout, stdout, limit), _slice(job.stderr, stderr, limit))
+        for seen, one in zip(job.fetched, (page.stdout, page.stderr), strict=True):
+            seen.update(enumerate(one.data, one.offset))
+        job.told = (page.stdout.written, page.stderr.written, row.state in FINAL_JOB_STATES)
+        return row, page
+
+    def _kept(self, job: _FakeJob, stdout: int, stderr: int, limit: int) -> tuple[Job, OutputPage]:
+        """The machine is gone: what was fetched before."""
+        fetched, told = job.fetched, job.told
+        row, live = self._page(job, 0, 0, 0)
+        job.told = told
+        pages = [
+            page_of([(at, bytes([seen[at]])) for at in sorted(seen)], written, offset, limit)
+            for seen, written, offset in zip(fetched, told, (stdout, stderr), strict=False)
+        ]
+        whole = told[2] and not any(page.gap_bytes for page in pages)
+        return row, OutputPage(replace(live.report, truncated=row.truncated or not whole), *pages)
 
 
 def _slice(data: bytes, offset: int, limit: int) -> StreamPage:

@@ -266,6 +266,12 @@ class CountedStore:
         await self._life.finish(number)
         return result
 
+    async def write_lazily(self, fn: Callable[[sqlite3.Connection], T]) -> T:
+        number = self._life.begin("store.write_lazily")
+        result = await self._db.write_lazily(fn)
+        await self._life.finish(number)
+        return result
+
     async def read(self, fn: Callable[[sqlite3.Connection], T]) -> T:
         number = self._life.begin("store.read")
         result = await self._db.read(fn)
@@ -478,7 +484,7 @@ class WorldLink:
 
     def _page(self, job_id: JobId, offset: int) -> OutputPage:
         job = self._guest.jobs[job_id]
-        stdout = StreamPage(offset, job.stdout[offset:], len(job.stdout), 0, 0)
+        stdout = StreamPage(offset, job.stdout[offset:], len(job.stdout), len(job.stdout), 0)
         return OutputPage(job.report, stdout, StreamPage(0, b"", 0, 0, 0))
 
     async def job_output(

@@ -12,9 +12,16 @@ from contextlib import asynccontextmanager
 from microvm_mcp.engine.certain import deadline, left
 from microvm_mcp.engine.guest_errors import file_refused, guest_untrusted, no_answer
 from microvm_mcp.engine.machine import Machine
-from microvm_mcp.errors import FailedPrecondition, MicrovmError, NotFound, Unavailable
+from microvm_mcp.errors import FailedPrecondition, InvalidArguments, MicrovmError, NotFound, Unavailable
 from microvm_mcp.link.port import GuestLied, GuestRefused, Link, LinkLost
 from microvm_mcp.model import FINAL_JOB_STATES, FilePage, FileWritten, Job, JobId, JobReport, OutputPage, VmState
+
+MEMORY_GONE = frozenset({VmState.STOPPING, VmState.STOPPED, VmState.FAILED, VmState.DESTROYING, VmState.DESTROYED})
+"""Or going: nobody is asked any more."""
+
+
+class _Forgotten(Exception):
+    """The supervisor has no record of the job: it was restarted, and its memory is lost."""
 
 
 def job_of(machine: Machine, job_id: JobId) -> Job:
@@ -27,25 +34,28 @@ def job_of(machine: Machine, job_id: JobId) -> Job:
 async def job_output(
     machine: Machine, job_id: JobId, *, stdout: int, stderr: int, limit: int, wait_s: float
 ) -> tuple[Job, OutputPage]:
-    job_of(machine, job_id)
+    """From the guest; once its memory is gone, from what was fetched before."""
+    job = job_of(machine, job_id)
     timeouts = machine.context.settings.timeouts
-    if machine.vm.state is not VmState.RUNNING:
-        raise FailedPrecondition(
-            f"The machine is {machine.vm.state.value}, and the output of its jobs went with its memory; the log "
-            "files on its disk are kept as long as the machine."
-        )
+    if machine.vm.state in MEMORY_GONE:
+        return job, await machine.output.read(job, stdout=stdout, stderr=stderr, limit=limit)
     link = await machine.ready(0)
     with machine.parked(min(wait_s, timeouts.call_s - timeouts.fetch_s)) as parked_s:
-        async with _translated(machine, refused=lambda _: _unknown_to_guest(machine, job_id), changes=""):
-            page = await link.job_output(
-                job_id,
-                stdout=stdout,
-                stderr=stderr,
-                limit=limit,
-                wait_s=parked_s,
-                deadline_s=min(timeouts.call_s, parked_s + timeouts.answer_s),
-            )
+        try:
+            async with _translated(machine, refused=lambda error: _no_output(machine, job_id, error), changes=""):
+                page = await link.job_output(
+                    job_id,
+                    stdout=stdout,
+                    stderr=stderr,
+                    limit=limit,
+                    wait_s=parked_s,
+                    deadline_s=min(timeouts.call_s, parked_s + timeouts.answer_s),
+                )
+        except _Forgotten:
+            job = job_of(machine, job_id)
+            return job, await machine.output.read(job, stdout=stdout, stderr=stderr, limit=limit)
     await _record(machine, page.report)
+    await machine.output.keep(page)
     return job_of(machine, job_id), page
 
 
@@ -94,7 +104,7 @@ async def write_file(
 
 @asynccontextmanager
 async def _translated(
-    machine: Machine, *, refused: Callable[[GuestRefused], MicrovmError], changes: str
+    machine: Machine, *, refused: Callable[[GuestRefused], Exception], changes: str
 ) -> AsyncIterator[None]:
     try:
         yield
@@ -112,6 +122,14 @@ async def _record(machine: Machine, report: JobReport) -> None:
     if machine.book.would_change(report, now):
         rows = await machine.context.db.write(lambda tx: machine.book.record(tx, [report], (), now))
         machine.book.show(rows)
+
+
+def _no_output(machine: Machine, job_id: JobId, refused: GuestRefused) -> Exception:
+    if refused.code == "invalid":
+        return InvalidArguments.field("cursor", "is past the end of a stream; go on from a next_cursor")
+    if refused.code == "not_found" and not machine.book.is_starting(job_id):
+        return _Forgotten()
+    return _unknown_to_guest(machine, job_id)
 
 
 def _unknown_to_guest(machine: Machine, job_id: JobId) -> MicrovmError:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from microvm_mcp.engine.certain import deadline, finished, left
 from microvm_mcp.engine.context import Context
+from microvm_mcp.engine.fetched_output import FetchedOutput
 from microvm_mcp.engine.job_book import JobBook
 from microvm_mcp.errors import Busy, FailedPrecondition, MicrovmError, Unavailable
 from microvm_mcp.lifecycle import NOT_READY, TRANSITIONS, Operation
@@ -48,6 +49,7 @@ class Machine:
         self._record_end = record_end
         settings = context.settings
         self.book = JobBook(vm, jobs, max_active=settings.max_active_jobs, max_records=settings.max_job_records)
+        self.output = FetchedOutput(context.db, vm.workspace)
         self.vmm: Vmm | None = None
         self.guest: GuestInfo | None = None
         """As the supervisor last introduced itself; a supervisor that was restarted has forgotten its jobs."""

@@ -73,7 +73,8 @@ class Engine(Protocol):
         stderr: int,
         limit: int,
         wait_s: float,
-    ) -> tuple[Job, OutputPage]: ...
+    ) -> tuple[Job, OutputPage]:
+        """Up to `limit` bytes of each stream. Once the guest's memory is gone: what was fetched before."""
 
     async def cancel_job(self, workspace: WorkspaceName, vm_id: VmId, job_id: JobId) -> Job: ...
 

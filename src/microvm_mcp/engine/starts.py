@@ -208,12 +208,19 @@ async def _is_same_supervisor(machine: Machine, link: Link, within_s: float) -> 
 
 async def _confirm(machine: Machine, job: Job, page: OutputPage) -> Job:
     now = machine.context.now()
+
+    def confirm(tx: sqlite3.Connection) -> list[Job]:
+        rows = machine.book.record(tx, [page.report], (), now)
+        machine.output.record(tx, page)
+        return rows
+
     try:
-        rows = await machine.context.db.write(lambda tx: machine.book.record(tx, [page.report], (), now))
+        rows = await machine.context.db.write(confirm)
     except MicrovmError as error:
         # It runs, but that is not on record: what a crash right here would leave as well.
         raise _unknown() from error
     machine.book.show(rows)
+    machine.output.remember(page)
     return machine.book.get(job.job_id) or (rows[0] if rows else job)
 
 
@@ -244,6 +251,7 @@ async def _wait_for_end(
             wait_s=0,
             deadline_s=_answer_s(machine, until),
         )
+        await machine.output.keep(page)
     except GuestLied as error:
         machine.distrust(error)
     except (LinkLost, GuestRefused) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from microvm_mcp.errors import FailedPrecondition, InvalidArguments, NotFound
+from microvm_mcp.errors import InvalidArguments, NotFound
 from microvm_mcp.model import (
     FINAL_JOB_STATES,
     Job,
@@ -58,11 +58,7 @@ async def execute(call: Call, arguments: VmExec) -> results.JobStarted:
             ) from error
         if not arguments.wait_seconds:
             return _started(job, None)
-        try:
-            return _started(*await _wait_for_end(call, vm_id, job.job_id, call.left(arguments.wait_seconds)))
-        except FailedPrecondition:
-            # The output went with the machine's memory. What became of the job is on record all the same.
-            return _ended(await call.engine.job(call.workspace, vm_id, job.job_id))
+        return _started(*await _wait_for_end(call, vm_id, job.job_id, call.left(arguments.wait_seconds)))
 
     key = key_of(call.workspace, "vm_exec", arguments.request_id, arguments)
     return await call.receipts.once(key, run=run, replay=replay, left=call.left_for_others)
@@ -177,10 +173,6 @@ def _started(job: Job, page: OutputPage | None) -> results.JobStarted:
     if page.report.service_time_us is not None:
         fields["service_time_us"] = page.report.service_time_us
     return results.JobStarted.model_validate(fields)
-
-
-def _ended(job: Job) -> results.JobStarted:
-    return results.JobStarted(job_id=job.job_id, state=job.state, exit_code=job.exit_code)
 
 
 def _refuse_long_timeout(call: Call, timeout_seconds: int | None) -> None:

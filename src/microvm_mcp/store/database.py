@@ -69,6 +69,11 @@ class Database:
         self._refuse_if_closed()
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._transaction, fn)
 
+    async def write_lazily(self, fn: Callable[[sqlite3.Connection], T]) -> T:
+        """As `write`, but on disk only with a later one: survives the process, not a loss of power."""
+        self._refuse_if_closed()
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._lazy_transaction, fn)
+
     async def read(self, fn: Callable[[sqlite3.Connection], T]) -> T:
         """Run `fn` on a snapshot that holds all writes which returned before; it cannot write."""
         self._refuse_if_closed()
@@ -179,6 +184,16 @@ class Database:
                 ) from error
             raise
         return result
+
+    def _lazy_transaction(self, fn: Callable[[sqlite3.Connection], T]) -> T:
+        connection = self._write_connection
+        assert connection is not None
+        # In WAL mode this leaves out the sync of a commit; the order of commits, and so consistency, stays.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        try:
+            return self._transaction(fn)
+        finally:
+            connection.execute("PRAGMA synchronous = FULL")
 
     def _snapshot(self, fn: Callable[[sqlite3.Connection], T]) -> T:
         connection: sqlite3.Connection | None = getattr(self._reader_of_thread, "connection", None)

@@ -53,15 +53,17 @@ def shipped_migrations() -> tuple[Migration, ...]:
 
 def migrate(connection: sqlite3.Connection, path: Path, migrations: Sequence[Migration]) -> None:
     """Apply what is missing. Raises FailedPrecondition for a database that is newer or not ours."""
-    backed_up = False
+    worth_keeping: bool | None = None
     for migration in migrations:
         connection.execute("BEGIN IMMEDIATE")
         try:
             present = _present_version(connection, known=len(migrations))
+            if worth_keeping is None:
+                worth_keeping = present > 0
             if migration.number > present:
-                if present and not backed_up:
+                if worth_keeping:
                     _keep_copy(path, path.with_name(f"{path.name}.before-{migration.number:04d}"))
-                    backed_up = True
+                    worth_keeping = False
                 _apply(connection, migration, first=present == 0)
             connection.execute("COMMIT")
         except BaseException:

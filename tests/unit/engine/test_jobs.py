@@ -387,8 +387,8 @@ async def test_a_job_that_the_supervisor_forgot_is_lost(tmp_path: Path) -> None:
         guest.jobs.clear()
         guest.change()
         await holds(lambda: state_of(r, job.job_id) is JobState.LOST)
-        with pytest.raises(FailedPrecondition):
-            await r.fleet.job_output(WORKSPACE, vm_id, job.job_id, stdout=0, stderr=0, limit=1, wait_s=0)
+        told, page = await r.fleet.job_output(WORKSPACE, vm_id, job.job_id, stdout=0, stderr=0, limit=9, wait_s=0)
+        assert (told.state, page.stdout.data, page.report.truncated) == (JobState.LOST, b"sleep", True)
 
 
 async def test_a_restarted_service_adopts_the_machine_and_learns_what_its_jobs_did(tmp_path: Path) -> None:
