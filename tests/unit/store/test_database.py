@@ -283,3 +283,11 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_transactions_and_all_t
             assert int(left) >= confirmed
             assert await db.read(lambda tx: tx.execute("PRAGMA integrity_check").fetchone()[0]) == "ok"
             confirmed = int(left)
+
+
+async def test_a_lazy_write_is_seen_by_the_next_read_and_later_writes_are_durable_again(db: Database) -> None:
+    await db.write_lazily(lambda tx: meta.put(tx, "a", "1"))
+    assert await db.read(lambda tx: meta.get(tx, "a")) == "1"
+    mode = await db.write(lambda tx: tx.execute("PRAGMA synchronous").fetchone()[0])
+    lazy = await db.write_lazily(lambda tx: tx.execute("PRAGMA synchronous").fetchone()[0])
+    assert (mode, lazy) == (2, 1)
