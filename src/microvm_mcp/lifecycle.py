@@ -5,7 +5,7 @@
     hibernate                      running paused             → hibernating → hibernated   else failed
     resume                         paused hibernated          → resuming    → running      else failed
     cold_boot                      stopped failed hibernated  → resuming    → running      else failed
-    stop                           running paused             → stopping    → stopped      else failed
+    stop                           running paused (stopping)  → stopping    → stopped      else failed
     destroy                        anything but destroyed     → destroying  → destroyed    else destroying
 
 A destruction that failed is to be repeated. A transition that was cut off ends in the last state that is certainly
@@ -49,6 +49,7 @@ STABLE = frozenset({S.RUNNING, S.PAUSED, S.HIBERNATED, S.STOPPED, S.FAILED, S.DE
 IN_PROGRESS = frozenset(S) - STABLE
 RESIDENT = frozenset({S.RUNNING, S.PAUSED})
 """Stable states in which a VMM holds the machine's memory."""
+WITHOUT_VMM = STABLE - RESIDENT
 
 TRANSITIONS: Mapping[Operation, Transition] = {
     Operation.CREATE: Transition(frozenset(), S.CREATING, S.RUNNING, S.FAILED, "created"),
@@ -58,7 +59,7 @@ TRANSITIONS: Mapping[Operation, Transition] = {
     Operation.COLD_BOOT: Transition(
         frozenset({S.STOPPED, S.FAILED, S.HIBERNATED}), S.RESUMING, S.RUNNING, S.FAILED, "booted"
     ),
-    Operation.STOP: Transition(RESIDENT, S.STOPPING, S.STOPPED, S.FAILED, "stopped"),
+    Operation.STOP: Transition(RESIDENT | {S.STOPPING}, S.STOPPING, S.STOPPED, S.FAILED, "stopped"),
     Operation.DESTROY: Transition(
         frozenset(S) - {S.DESTROYED},
         S.DESTROYING,

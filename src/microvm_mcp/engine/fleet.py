@@ -27,7 +27,7 @@ from microvm_mcp.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from microvm_mcp.lifecycle import Operation
+from microvm_mcp.lifecycle import WITHOUT_VMM, Operation
 from microvm_mcp.model import (
     CreateRequest,
     FilePage,
@@ -199,7 +199,8 @@ class Fleet:
         until = deadline(wait_s)
         owned = list(self._machines.get(workspace, {}).values())
         stopped = await asyncio.gather(*(self._stop(machine, until) for machine in owned))
-        alive = sum(machine.vmm is not None or not machine.is_settled() for machine in owned)
+        # A stop that failed halfway leaves its machine in a transition, whatever became of the VMM.
+        alive = sum(not machine.is_settled() or machine.vm.state not in WITHOUT_VMM for machine in owned)
         if alive:
             raise Unavailable(f"{alive} machines of the workspace are still being ended; repeat the call.")
         return sum(stopped)
@@ -210,7 +211,7 @@ class Fleet:
         if creating:
             await machine.cut_off(Operation.CREATE)
         await machine.settle(left(until))
-        if machine.vm.state is not VmState.RUNNING:
+        if machine.vm.state not in {VmState.RUNNING, VmState.STOPPING}:
             return creating
         try:
             await finished(machine.operate(Operation.STOP, operations.stop), left(until))

@@ -19,7 +19,7 @@ from microvm_mcp.engine.context import Context
 from microvm_mcp.engine.host_port import HostFailure
 from microvm_mcp.engine.machine import Machine
 from microvm_mcp.errors import MicrovmError
-from microvm_mcp.lifecycle import MEMORY_LOST, NOTHING_LOST, RESIDENT, TRANSITIONS, Operation
+from microvm_mcp.lifecycle import MEMORY_LOST, NOTHING_LOST, TRANSITIONS, Operation
 from microvm_mcp.link.port import GuestLied, GuestRefused, Link, LinkLost
 from microvm_mcp.model import Failure, GuestInfo, Job, Vm, VmState
 from microvm_mcp.store import jobs as job_rows
@@ -108,7 +108,7 @@ async def destroy(machine: Machine) -> None:
 async def stop(machine: Machine) -> None:
     """Ask the guest to shut down, end it if it does not. STOPPED is a clean end only."""
     context, vm = machine.context, machine.vm
-    machine.vm = await certainly(_move(context, vm, RESIDENT, VmState.STOPPING))
+    machine.vm = await certainly(_move(context, vm, TRANSITIONS[Operation.STOP].sources, VmState.STOPPING))
     clean = False
     vmm = await machine.detach()
     if vmm is not None:

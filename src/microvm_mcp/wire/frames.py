@@ -5,6 +5,10 @@
 Integers are big-endian. The header CRC (zlib.crc32) covers what stands before it; the payload CRC is seeded with
 it, so that no payload passes behind another header. A payload has at most 64 KiB, a greeting at most 1 KiB.
 
+The payload of a DATA frame is XORed with the session tag, repeated. Such payloads are the tenant's own bytes, and
+the reader searches inside damaged frames: a file that looks like frames must not be found there as frames. The tag
+is random and unknown to whoever wrote the file. Other payloads are JSON, which the magic is no part of.
+
 The reader resynchronises: whatever is no intact frame of its session costs one byte and the search goes on *inside*
 what is already buffered, so a hello that a torn frame swallowed is found as soon as that frame turns out damaged.
 It takes headers of its own session only (a tag is 64 random bits that the other side's payloads cannot contain by
@@ -64,9 +68,18 @@ class _Header(NamedTuple):
 def encode_frame(kind: Kind, tag: int, request: int, payload: bytes) -> bytes:
     if len(payload) > (MAX_GREETING if kind in _GREETINGS else MAX_PAYLOAD):
         raise ValueError("payload over the limit of its kind")
+    if kind is Kind.DATA:
+        payload = _masked(payload, tag)
     head = _HEADER.pack(MAGIC, kind, len(payload), tag, request)
     crc = zlib.crc32(head)
     return b"".join((head, _CRC.pack(crc), payload, _CRC.pack(zlib.crc32(payload, crc))))
+
+
+def _masked(payload: bytes, tag: int) -> bytes:
+    """Its own inverse. Through one large integer, which takes microseconds where a loop takes milliseconds."""
+    length = len(payload)
+    mask = (tag.to_bytes(8, "big") * (length // 8 + 1))[:length]
+    return (int.from_bytes(payload, "big") ^ int.from_bytes(mask, "big")).to_bytes(length, "big")
 
 
 class FrameReader:
@@ -111,6 +124,8 @@ class FrameReader:
                 self._skip(1)
                 continue
             del buffer[:end]
+            if header.kind is Kind.DATA:
+                payload = _masked(payload, header.tag)
             return Frame(header.kind, header.tag, header.request, payload)
         return None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from microvm_mcp.engine.host_port import HostFailure
 from microvm_mcp.errors import Busy, FailedPrecondition, InvalidArguments, NotFound, ResourceExhausted, Unavailable
 from microvm_mcp.model import Limits, ReceiptPhase, VmId, VmState
 from microvm_mcp.policy import GIB
@@ -279,6 +280,19 @@ async def test_stopping_a_workspace_ends_its_vmms_and_keeps_its_disks(tmp_path: 
         assert set(r.world.disks) == {"vm-clean", "vm-stubborn"}
         assert await r.fleet.stop_workspace(WORKSPACE, wait_s=5) == 0
         assert await r.fleet.stop_workspace(OTHER, wait_s=5) == 0
+
+
+async def test_a_vmm_that_cannot_be_ended_is_never_reported_as_ended(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        await r.create()
+        r.world.alive()[0].heeds_shutdown = False
+        r.world.fails["host.end_cgroup"] = HostFailure("could not end the machine's processes")
+        for _cycle in range(3):
+            with pytest.raises(Unavailable, match="still being ended"):
+                await r.fleet.stop_workspace(WORKSPACE, wait_s=5)
+        r.world.fails.clear()
+        await r.fleet.stop_workspace(WORKSPACE, wait_s=5)
+        assert r.world.alive() == []
 
 
 async def test_another_operation_in_progress_is_named(tmp_path: Path) -> None:

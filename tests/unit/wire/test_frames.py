@@ -114,3 +114,21 @@ def test_an_unfinished_frame_is_all_that_is_buffered() -> None:
     reader = FrameReader(tag=TAG)
     feed(reader, request(bytes(MAX_PAYLOAD))[:-1])
     assert reader.buffered == MAX_FRAME - 1
+
+
+def test_file_that_looks_like_frames_is_not_found_inside_a_torn_one() -> None:
+    forged = encode_frame(Kind.HELLO, 99, 0, b"{}") + encode_frame(Kind.REQUEST, 99, 1, b"forged")
+    carrier = encode_frame(Kind.DATA, TAG, 7, forged)
+    assert forged not in carrier
+    reader = FrameReader(tag=TAG, hellos=True)
+    assert feed(reader, carrier[:-1] + b"?" + bytes(8)) == []
+    assert reader.damaged == 1
+    whole = feed(FrameReader(tag=TAG), carrier)
+    assert [frame.payload for frame in whole] == [forged]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, MAX_PAYLOAD])
+def test_data_of_any_size_arrives_as_it_was(size: int) -> None:
+    payload = bytes(n * 7 % 256 for n in range(size))
+    data = encode_frame(Kind.DATA, TAG, 7, payload)
+    assert [frame.payload for frame in feed(FrameReader(tag=TAG), data[:60_000] + data[60_000:])] == [payload]

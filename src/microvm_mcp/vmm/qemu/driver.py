@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
-from microvm_mcp.host import disk, network, process
+from microvm_mcp.host import cgroup, disk, network, process
 from microvm_mcp.vmm.driver import BootSpec, Capabilities, ProcessIdentity, SnapshotPaths, VmmError
 from microvm_mcp.vmm.qemu.argv import Fd, Machine, render_argv
 from microvm_mcp.vmm.qemu.qmp import QmpFailed
@@ -69,6 +69,10 @@ class QemuDriver:
         where = Where.below(spec.runtime_dir)
         held = process.adopt(identity.pid, identity.started_ticks, where.output)
         if held is None:
+            return None
+        if identity.pid not in cgroup.pids(spec.cgroup):
+            # Pid and start time are from the row; the cgroup is the kernel's word on whose process this is.
+            held.close()
             return None
         vmm = QemuVmm(spec, where, held, self._timeouts)
         try:
