@@ -101,6 +101,8 @@ async def _serve(settings: Settings) -> None:
 
 def _take_instance(settings: Settings, stack: AsyncExitStack) -> InstanceId:
     """Lock the state directory, then claim the host's ranges; both until the process ends."""
+    if settings.instance:
+        instance.expect_instance(settings.state_dir, settings.instance)
     instance.ensure_state_dir(settings.state_dir)
     stack.callback(instance.lock_state_dir(settings.state_dir).release)
     instance_id = instance.ensure_instance_id(settings.state_dir)

@@ -27,6 +27,7 @@ SLOTS = 16_384
 _MAX_BYTES = 256 * 1024
 _HOST = re.compile(r"(?:[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63})*|\[[0-9a-f:]+\])(?::[0-9]{1,5})?", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_INSTANCE = re.compile(r"[0-9a-f]{32}")
 _PROGRAM = re.compile(r"/[^\0]+|[A-Za-z0-9._+-]+", re.ASCII)
 _ORIGIN = re.compile(rf"https?://{_HOST.pattern}", re.ASCII)
 
@@ -47,6 +48,14 @@ def _path_or_default(value: object) -> object:
 def _digest(value: str) -> str:
     if value and not _DIGEST.fullmatch(value):
         raise PydanticCustomError("digest", "must be 64 hex digits in lower case, or empty")
+    return value
+
+
+def _instance(value: str) -> str:
+    if value and not _INSTANCE.fullmatch(value):
+        raise PydanticCustomError(
+            "instance", "must be the 32 hex digits in the file `instance` of state_dir, or empty"
+        )
     return value
 
 
@@ -145,6 +154,11 @@ class Settings(_Table):
     state_dir: Annotated[
         AbsolutePath, Field(description="instance id, database and disks of machines; root's, mode 0700")
     ] = Path("/var/lib/microvm-mcp")
+    instance: Annotated[
+        str,
+        AfterValidator(_instance),
+        Field(description="instance id that state_dir must hold, which an unmounted volume does not; empty: any"),
+    ] = ""
     jail_dir: Annotated[
         PathOrDefault,
         Field(

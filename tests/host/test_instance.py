@@ -160,3 +160,14 @@ async def test_a_claim_stands_while_its_machines_live_though_its_service_is_gone
     instance.register(other(uid_base=claim.uid_base), cgroup_mount=mount, run_dir=tmp_path).release(
         cgroup_mount=mount
     )
+
+
+def test_state_directory_of_another_instance_or_of_none_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    wanted = "0123456789abcdef" * 2
+    with pytest.raises(instance.InstanceRefused, match="no instance id"):
+        instance.expect_instance(tmp_path, wanted)
+    assert list(tmp_path.iterdir()) == []
+    other = instance.ensure_instance_id(tmp_path)
+    with pytest.raises(instance.InstanceRefused, match=other):
+        instance.expect_instance(tmp_path, wanted)
+    instance.expect_instance(tmp_path, other)

@@ -194,3 +194,9 @@ def test_a_file_that_is_missing_broken_huge_or_not_text_is_refused_by_its_name(t
         load_settings(path)
     path.write_text("max_vms = 3\n")
     assert load_settings(path).max_vms == 3
+
+
+def test_instance_is_an_id_or_nothing() -> None:
+    assert parse_settings(f'instance = "{"0a" * 16}"').instance == "0a" * 16
+    with pytest.raises(InvalidArguments, match="instance: must be the 32 hex digits"):
+        parse_settings('instance = "../x"')

@@ -104,6 +104,16 @@ def read_instance_id(state_dir: Path) -> InstanceId | None:
     return InstanceId(text)
 
 
+def expect_instance(state_dir: Path, expected: str) -> None:
+    """Refuses a directory of another instance or of none, before anything is made in it."""
+    found = read_instance_id(state_dir)
+    if found != expected:
+        holds = "no instance id" if found is None else f"instance {found}"
+        raise InstanceRefused(
+            f"{state_dir} holds {holds}, not {expected}: mount the volume that belongs there, or correct `instance`"
+        )
+
+
 class Lock:
     """An flock that lasts as long as this object, and no longer than the process."""
 
