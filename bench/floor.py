@@ -5,7 +5,10 @@ process, a hello on the control channel, the answer, the end. Prints the seconds
 started to the answer; copying the disk and choosing the accelerator are done before. Needs root, for the TAP in a
 network namespace of its own.
 
-    bench/floor --image DIR [--volume DIR] [--count N]
+With --exec N it then runs `true` N times over the same channel, and prints for each the milliseconds beyond what
+the supervisor measures itself: the price of the channel and of the guest's own end of it.
+
+    bench/floor --image DIR [--volume DIR] [--count N] [--exec N]
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from microvm_mcp.imaging.manifest import INITRAMFS, KERNEL, ROOT_DISK, read_mani
 from microvm_mcp.vmm.driver import BootSpec
 from microvm_mcp.vmm.qemu.argv import Fd, Machine, render_argv
 from microvm_mcp.vmm.qemu.probe import Guest, survey
-from microvm_mcp.wire.session import HostSession, Welcomed
+from microvm_mcp.wire.messages import Output, Shell, StartJob
+from microvm_mcp.wire.session import Answered, HostSession, Welcomed
 
 DEADLINE_S = 180.0
 _CLONE_NEWNET = 0x40000000
@@ -45,7 +49,8 @@ def main() -> None:
         raise SystemExit("No network namespace of its own: run as root.")
     for _ in range(options.count):
         with tempfile.TemporaryDirectory(prefix="microvm-floor-", dir=options.volume) as work:
-            print(f"{measure(image, Path(work), machine, options.memory_mib, options.vcpus):.3f}", flush=True)
+            boot_s, beyond_ms = measure(image, Path(work), machine, options)
+            print("\n".join((f"{boot_s:.3f}", *(f"exec {each:.2f}" for each in beyond_ms))), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -53,12 +58,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--image", type=Path, required=True, help="directory that build-image made")
     parser.add_argument("--volume", type=Path, help="where the disk is copied to; best a reflinking file system")
     parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--exec", type=int, default=0, dest="rounds", help="times that `true` is run after it")
     parser.add_argument("--memory-mib", type=int, default=1024)
     parser.add_argument("--vcpus", type=int, default=2)
     return parser.parse_args()
 
 
-def measure(image: Path, work: Path, machine: Machine, memory_mib: int, vcpus: int) -> float:
+def measure(image: Path, work: Path, machine: Machine, options: argparse.Namespace) -> tuple[float, list[float]]:
     disk = work / ROOT_DISK
     subprocess.run(["cp", "--reflink=auto", "--sparse=always", image / ROOT_DISK, disk], check=True)
     spec = BootSpec(
@@ -74,8 +80,8 @@ def measure(image: Path, work: Path, machine: Machine, memory_mib: int, vcpus: i
         initramfs=image / INITRAMFS,
         kernel_arguments=read_manifest(image).kernel_arguments,
         disk=disk,
-        memory_mib=memory_mib,
-        vcpus=vcpus,
+        memory_mib=options.memory_mib,
+        vcpus=options.vcpus,
     )
     opened = {
         Fd.DISK: os.open(disk, os.O_RDWR),
@@ -92,8 +98,11 @@ def measure(image: Path, work: Path, machine: Machine, memory_mib: int, vcpus: i
     try:
         with connect(work / "qmp") as qmp, connect(work / "control") as control:
             qmp.sendall(_CONT)
-            await_answer(control, started + DEADLINE_S)
-            return time.monotonic() - started
+            session = HostSession(os.urandom(16))
+            control.sendall(session.hello())
+            await_event(session, control, started + DEADLINE_S)
+            took = time.monotonic() - started
+            return took, [exec_beyond(session, control, number) for number in range(options.rounds)]
     except OSError as error:
         raise SystemExit(f"No answer ({error}); QEMU said: {(work / 'output').read_text()}") from error
     finally:
@@ -145,18 +154,30 @@ def open_tap(name: str) -> int:
     return fd
 
 
-def await_answer(control: socket.socket, deadline: float) -> None:
-    session = HostSession(os.urandom(16))
-    control.sendall(session.hello())
+def await_event(session: HostSession, control: socket.socket, deadline: float) -> Welcomed | Answered:
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([control], [], [], left)[0]:
             break
         data = control.recv(65_536)
         if not data:
             raise ConnectionError("the channel was closed")
-        if any(isinstance(event, Welcomed) for event in session.receive(data)):
-            return
+        for event in session.receive(data):
+            return event
     raise TimeoutError("deadline passed")
+
+
+def exec_beyond(session: HostSession, control: socket.socket, number: int) -> float:
+    command = StartJob(f"job-{number}", "floor", "true", ".", Shell.PLAIN, (), None, 100, 30.0)
+    started = time.monotonic()
+    control.sendall(session.ask(command)[1])
+    event = await_event(session, control, started + DEADLINE_S)
+    took_ms = (time.monotonic() - started) * 1000
+    if not isinstance(event, Answered) or not isinstance(event.answer, Output):
+        raise SystemExit(f"The supervisor refused: {event}")
+    service_us = event.answer.job.service_time_us
+    if service_us is None:
+        raise SystemExit("The job took longer than its wait.")
+    return took_ms - service_us / 1000
 
 
 if __name__ == "__main__":
