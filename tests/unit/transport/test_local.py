@@ -158,19 +158,20 @@ async def test_beyond_the_limit_of_connections_a_request_is_told_to_come_again(
 ) -> None:
     monkeypatch.setattr(local, "MAX_CONNECTIONS", 2)
     release = asyncio.Event()
+    begun = asyncio.Semaphore(0)
 
     async def wait(method: str, params: object) -> dict[str, Detail]:
+        begun.release()
         await release.wait()
         return {}
 
     async with serving(path, wait):
         held = [asyncio.create_task(exchange(path, b'{"method": "x"}\n')) for _ in range(2)]
         async with asyncio.timeout(5):
-            while True:
-                with pytest.raises(Unavailable) as caught:
-                    await ask(path, "x", deadline_s=5)
-                if "Too many" in caught.value.message:
-                    break
+            for _ in held:
+                await begun.acquire()
+            with pytest.raises(Unavailable, match="Too many"):
+                await ask(path, "x", deadline_s=5)
         release.set()
         assert await asyncio.gather(*held) == [{"result": {}}, {"result": {}}]
 
