@@ -247,9 +247,16 @@ async def test_calls_with_odd_parameters_end_as_errors_without_values(behind: Ri
 
 
 async def test_an_unknown_method_is_an_error_in_each_generation(behind: Rig) -> None:
-    for message, headers in ((request("tools/nothing"), {}), modern("tools/nothing")):
-        _, body = await post(behind, message, headers)
-        assert error_of(body)["code"] == -32601
+    name = "tools/REJECTED-VALUE"
+    old = {"MCP-Protocol-Version": "2025-06-18"}
+    for (message, headers), expected in (
+        ((request(name), {}), 200),
+        ((request(name), old), 200),
+        (modern(name), 404),
+    ):
+        status, body = await post(behind, message, headers)
+        assert (status, error_of(body)["code"]) == (expected, -32601)
+        assert "REJECTED-VALUE" not in str(body)
 
 
 async def test_headers_that_contradict_the_message_are_refused_in_the_newest_generation(behind: Rig) -> None:

@@ -19,6 +19,8 @@ from microvm_mcp.errors import Detail, InvalidArguments
 from microvm_mcp.transport.json_body import JsonValue
 
 PROTOCOL_VERSIONS: Final = KNOWN_PROTOCOL_VERSIONS
+METHODS: Final = frozenset({"initialize", "ping", "server/discover", "tools/list", "tools/call"})
+"""What the server behind this answers. The SDK repeats the name of any other method to whoever sent it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ def check_message(message: JsonValue, version_headers: Sequence[str]) -> Refusal
             return Refusal(INVALID_REQUEST, "The request id must be a string or an integer.")
         request_id = given
     versions = _check_versions(version_headers, request_id)
-    return versions or _check_shape(message, request_id)
+    # The newest generation has a status for it; older clients read errors from a 200 only.
+    unknown_status = 404 if list(version_headers) == [PROTOCOL_VERSIONS[-1]] else 200
+    return versions or _check_shape(message, request_id, unknown_status)
 
 
 def _check_versions(headers: Sequence[str], request_id: str | int | None) -> Refusal | None:
@@ -68,7 +72,9 @@ def _check_versions(headers: Sequence[str], request_id: str | int | None) -> Ref
     return None
 
 
-def _check_shape(message: dict[str, JsonValue], request_id: str | int | None) -> Refusal | None:
+def _check_shape(
+    message: dict[str, JsonValue], request_id: str | int | None, unknown_status: int
+) -> Refusal | None:
     if message.get("jsonrpc") != "2.0":
         return Refusal(INVALID_REQUEST, '`jsonrpc` must be "2.0".', request_id)
     method = message.get("method")
@@ -83,4 +89,7 @@ def _check_shape(message: dict[str, JsonValue], request_id: str | int | None) ->
         return Refusal(METHOD_NOT_FOUND, problem, request_id, status=404)
     if "id" not in message and not method.startswith("notifications/"):
         return Refusal(INVALID_REQUEST, "This method needs a request id, a string or an integer.")
+    if "id" in message and method not in METHODS:
+        problem = f"There is no such method here; there are {', '.join(sorted(METHODS))}."
+        return Refusal(METHOD_NOT_FOUND, problem, request_id, status=unknown_status)
     return None
