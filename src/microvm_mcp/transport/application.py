@@ -15,7 +15,7 @@ from microvm_mcp.errors import MethodNotAllowed, NotFound
 from microvm_mcp.service.catalog import INSTRUCTIONS, TOOLS
 from microvm_mcp.service.openapi import openapi
 from microvm_mcp.service.service import Service
-from microvm_mcp.transport.answers import render_json, send_error, send_json
+from microvm_mcp.transport.answers import render_json, send_json
 from microvm_mcp.transport.calls import Calls
 from microvm_mcp.transport.doors import DoorSettings, Listing, ToolService
 from microvm_mcp.transport.gate import Gate
@@ -66,10 +66,9 @@ class Application:
         if method is None or scope["type"] != "http":
             raise NotFound("There is nothing at this path; GET /openapi.json describes what there is.")
         if scope["method"] not in (("GET", "HEAD") if method == "GET" else (method,)):
-            allow = b"GET, HEAD" if method == "GET" else method.encode("ascii")
-            error = MethodNotAllowed(f"This path takes {allow.decode('ascii')} only.")
-            await send_error(scope, send, error, headers=[(b"allow", allow)])
-        elif path == "/mcp":
+            allow = "GET, HEAD" if method == "GET" else method
+            raise MethodNotAllowed(f"This path takes {allow} only.", details={"allow": allow})
+        if path == "/mcp":
             await self._mcp(scope, receive, send)
         elif path == "/healthz":
             await send_json(scope, send, '{"status":"ok"}')

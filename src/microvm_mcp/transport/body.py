@@ -6,7 +6,9 @@ cut off for being slow, shows as ClientGone, and nobody waits for an answer any 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Final
 
 from starlette.types import Receive, Scope
@@ -14,6 +16,8 @@ from starlette.types import Receive, Scope
 from microvm_mcp.errors import InvalidArguments, TooLarge, UnsupportedMediaType
 
 _DROPPED_BYTES: Final = 4 * 1024 * 1024
+_DROPPING_S: Final = 2.0
+"""A client that declares a body and never sends it gets its refusal after this, not after its time for a body."""
 
 
 class ClientGone(Exception):
@@ -39,15 +43,22 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     return bytes(chunks)
 
 
-async def discard_body(scope: Scope, receive: Receive) -> None:
-    """Take what a refused client still sends, within bounds, so that it reads the refusal and not a reset."""
+async def discard_body(scope: Scope, receive: Receive) -> bool:
+    """Take what a refused client still sends, within bounds, so that it reads the refusal and not a reset.
+
+    False: more may come, so that the connection is of no further use.
+    """
     if any(value.lower() == b"100-continue" for value in header_values(scope, b"expect")):
-        return
+        return True
     dropped = 0
-    async for chunk in _chunks(receive):
-        dropped += len(chunk)
-        if dropped > _DROPPED_BYTES:
-            return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DROPPING_S):
+            async for chunk in _chunks(receive):
+                dropped += len(chunk)
+                if dropped > _DROPPED_BYTES:
+                    return False
+            return True
+    return False
 
 
 async def _chunks(receive: Receive) -> AsyncIterator[bytes]:

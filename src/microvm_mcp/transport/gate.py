@@ -18,6 +18,7 @@ from microvm_mcp.errors import (
     HeadersTooLarge,
     HostNotAllowed,
     Internal,
+    MethodNotAllowed,
     MicrovmError,
     NotFound,
     OriginNotAllowed,
@@ -67,9 +68,12 @@ class Gate:
             # No resource_metadata: clients that find some start an OAuth dance that cannot end well here.
             sent_one = any(name == b"authorization" for name, _ in scope["headers"])
             headers.append((b"www-authenticate", _CHALLENGE + (b', error="invalid_token"' if sent_one else b"")))
+        if isinstance(error, MethodNotAllowed):
+            headers.append((b"allow", str(error.details.get("allow", "")).encode("ascii")))
         try:
-            if scope["type"] == "http" and not exchange.received:
-                await discard_body(scope, exchange.receive)
+            unread = scope["type"] == "http" and not exchange.received
+            if unread and not await discard_body(scope, exchange.receive):
+                headers.append((b"connection", b"close"))
             await send_error(scope, exchange.send, error, headers=headers)
         except ClientGone:
             return

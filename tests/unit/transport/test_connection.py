@@ -154,6 +154,24 @@ async def test_a_refusal_is_readable_although_the_client_sends_much_more() -> No
         assert (status, error["code"]) == (413, "too_large")
 
 
+async def test_a_body_that_is_declared_too_large_and_never_sent_is_refused_as_too_large() -> None:
+    # The time for a body is 30 s here; an answer within this exchange's 10 s came from the refusal itself.
+    async with on_loopback() as served:
+        head = served.head("POST /mcp HTTP/1.1", f"Content-Length: {2 * 1024 * 1024}")
+        status, error = parsed(await served.exchange(head))
+        assert (status, error["code"]) == (413, "too_large")
+
+
+async def test_a_method_that_is_not_allowed_is_readable_although_a_body_follows() -> None:
+    async with on_loopback() as served:
+        size = 2 * 1024 * 1024
+        head = served.head("PUT /mcp HTTP/1.1", f"Content-Length: {size}", "Connection: close")
+        answer = await served.exchange(head + b"a" * size)
+        status, error = parsed(answer)
+        assert (status, error["code"]) == (405, "method_not_allowed")
+        assert b"\r\nallow: POST\r\n" in answer.lower().replace(b"post", b"POST")
+
+
 async def test_an_upgrade_to_websocket_without_token_is_a_plain_401() -> None:
     upgrade = (
         "Connection: Upgrade",
