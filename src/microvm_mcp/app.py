@@ -229,6 +229,8 @@ async def _local_socket(
         yield
     finally:
         await local.close()
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
 
 
 @asynccontextmanager
